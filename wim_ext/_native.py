@@ -1,0 +1,67 @@
+"""Loads the native libraries that stand beside this file, or says what is wrong with them.
+
+Everything in the package that needs C++ gets it from here: `PageTable` (pybind11) and, as a side
+effect of the import, the `torch.ops.wim_ext` namespace.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+__all__ = ["CUDA_STATUS", "VERSION", "PageTable"]
+
+VERSION = "0.1.0"
+_HERE = Path(__file__).resolve().parent
+_REBUILD = "rebuild it with `pip install --no-build-isolation -e .` (a checkout) or `pip install --force-reinstall --no-deps wim_ext`"
+
+
+def _load_page_table() -> type:
+    try:
+        from wim_ext import _C
+    except ImportError as error:
+        built = ", ".join(sorted(p.name for p in _HERE.glob("_C*"))) or "none"
+        raise ImportError(
+            f"wim_ext's native module _C cannot be loaded by Python {sys.version.split()[0]} "
+            f"(built here: {built}; {error}); {_REBUILD}"
+        ) from error
+    _check_version("_C", _C.version)
+    return _C.PageTable
+
+
+def _check_version(library: str, found: str) -> None:
+    if found != VERSION:
+        raise ImportError(
+            f"wim_ext's {library} was built from version {found}, the Python files are {VERSION}; "
+            f"{_REBUILD}"
+        )
+
+
+def _load_ops(name: str) -> None:
+    path = _HERE / f"{name}.so"
+    if not path.is_file():
+        raise ImportError(f"wim_ext's op library {path} is missing; {_REBUILD}")
+    try:
+        torch.ops.load_library(path)
+    except (OSError, RuntimeError) as error:
+        raise ImportError(
+            f"wim_ext's op library {path.name} does not load into torch {torch.__version__} "
+            f"({error}); it needs torch >= 2.10, and {_REBUILD}"
+        ) from error
+
+
+def _load_cuda_ops() -> str:
+    """Loads the CUDA library where it can run; returns in words what was done and why."""
+    if not (_HERE / "_ops_cuda.so").is_file():
+        return "not built (WIM_CUDA=on builds it where nvcc is found)"
+    if torch.version.cuda is None:
+        return f"built, not loaded: torch {torch.__version__} has no CUDA"
+    _load_ops("_ops_cuda")
+    return "loaded"
+
+
+PageTable = _load_page_table()
+_load_ops("_ops_cpu")
+CUDA_STATUS = _load_cuda_ops()
