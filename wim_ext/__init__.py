@@ -1,6 +1,5 @@
 """wim_ext: branch off a long context, think, roll back."""
 
-from wim_ext._native import VERSION as __version__
 from wim_ext.errors import (
     CacheFull,
     ContextTooLong,
@@ -8,6 +7,8 @@ from wim_ext.errors import (
     ModelNotSupported,
     StaleSequenceError,
 )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CacheFull",
