@@ -3,8 +3,8 @@
 The functions take the arguments of `wim_ext.ops` and mean the same. They trust their arguments (the
 checks live in the C++ ops) and they compute in `compute_dtype`, float64 unless told otherwise.
 
-Nothing here masks a padded tensor. Pages hold stale data behind a sequence's length, perhaps NaN, and
-NaN times a weight of zero is NaN: so only slots that some row may see are ever gathered.
+Nothing here masks a padded tensor. Pages hold stale data behind a sequence's length, perhaps NaN,
+and NaN times a weight of zero is NaN: so only slots that some row may see are ever gathered.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def visible_range(
 ) -> tuple[Tensor, Tensor]:
     """First key and end (one past the last key) that each query row sees; both int64 [num_rows].
 
-    Row i stands at position ``p = kv_len - num_rows + i`` (the last row at the last key) and sees the
-    keys j of [0, kv_len) with j <= p if causal, j >= p - left if left >= 0, and j <= p + right if
-    right >= 0. The position is negative for the first rows of a chunk longer than the cache.
+    Row i stands at position ``p = kv_len - num_rows + i`` (the last row at the last key) and sees
+    the keys j of [0, kv_len) with j <= p if causal, j >= p - left if left >= 0, and j <= p + right
+    if right >= 0. The first rows of a chunk longer than the cache have negative positions.
     """
     left, right = window_size
     position = torch.arange(kv_len - num_rows, kv_len)
@@ -142,7 +142,8 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed query rows over the paged keys and values of their sequences.
 
-    For row i (position p), query head h, KV head h // (num_heads / num_kv_heads) and visible key j::
+    For query head h, KV head h // (num_heads / num_kv_heads), a row at position p and each visible
+    key j::
 
         s[j]  = softmax_scale * k_scale * (q . k[j])
         s[j]  = softcap * tanh(s[j] / softcap)            if softcap > 0
@@ -262,8 +263,8 @@ def _row_groups(
 ) -> Iterator[tuple[slice, int, int]]:
     """Rows to be computed at once, with the range of keys to gather for them.
 
-    All rows together, unless a value that some row sees is not finite: weight zero would not hide it
-    from the rows that must not see it, so each row then gets exactly its own keys.
+    All rows together, unless a value that some row sees is not finite: weight zero would not hide
+    it from the rows that must not see it, so each row then gets exactly its own keys.
     """
     has_key = end > first
     if not bool(has_key.any()):
