@@ -20,6 +20,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_CUDA_ARCHS = "80-real;90a-real;100-real;80-virtual"
@@ -145,6 +146,16 @@ class CMakeBuild(build_ext):
         return super().get_ext_filename(ext_name)
 
 
+class TorchFirst(dist_info):
+    """Stops at the metadata when there is no torch: pip asks for it before it fetches dependencies,
+    so a machine without torch is told to choose one and never downloads the CUDA build for nothing.
+    """
+
+    def run(self) -> None:
+        find_torch()
+        super().run()
+
+
 def build_requirements() -> list[str]:
     """cmake from the index where the machine has none."""
     return [] if shutil.which("cmake") else ["cmake>=3.25"]
@@ -152,6 +163,6 @@ def build_requirements() -> list[str]:
 
 setup(
     ext_modules=[NativeLibrary("_C"), NativeLibrary("_ops_cpu")],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "dist_info": TorchFirst},
     setup_requires=build_requirements(),
 )
