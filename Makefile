@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: demo test smoke dev hooks clean
+.PHONY: demo test smoke lint dev clean
 
 demo: $(VENV)/.installed
 	$(BIN)/wim demo
@@ -22,6 +22,12 @@ test: $(VENV)/.test-tools
 
 smoke: $(VENV)/.test-tools
 	$(BIN)/python -m pytest -q -m smoke
+
+lint: $(VENV)/.dev-tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 # Everything a contributor needs: tools, git hooks, an editable install. Run it again to rebuild.
 dev: $(VENV)/.dev-tools
@@ -43,7 +49,7 @@ $(VENV)/.test-tools: $(VENV)/.installed
 
 $(VENV)/.dev-tools: $(VENV)/.installed
 	$(PIP) install --no-build-isolation -e '.[dev]'
-	$(BIN)/pre-commit install
+	git rev-parse --git-dir >/dev/null 2>&1 && $(BIN)/pre-commit install || true
 	touch $@
 
 clean:

@@ -1,0 +1,32 @@
+"""Shared fixtures. Anything that compares numbers lives in kit.py, anything that lists cases in cases.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# Nothing in the tests may wait for a network: a hub name that is not in the local cache fails at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny models are faster, and timings steadier, without a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The embedded default model in float32, loaded once a session (a LoadedModel)."""
+    from wim_ext.loading import load
+
+    return load(dtype="float32")
