@@ -101,7 +101,8 @@ class CMakeBuild(build_ext):
     """One CMake run builds every library; each is then copied to where setuptools wants it."""
 
     def run(self) -> None:
-        self.staging = ROOT / "build" / f"cmake-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        abi = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        self.staging = ROOT / "build" / f"cmake-{abi}"
         self.configure_and_build()
         super().run()
 
@@ -161,8 +162,9 @@ def build_requirements() -> list[str]:
     return [] if shutil.which("cmake") else ["cmake>=3.25"]
 
 
-setup(
-    ext_modules=[NativeLibrary("_C"), NativeLibrary("_ops_cpu")],
-    cmdclass={"build_ext": CMakeBuild, "dist_info": TorchFirst},
-    setup_requires=build_requirements(),
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[NativeLibrary("_C"), NativeLibrary("_ops_cpu")],
+        cmdclass={"build_ext": CMakeBuild, "dist_info": TorchFirst},
+        setup_requires=build_requirements(),
+    )
