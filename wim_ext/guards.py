@@ -1,0 +1,139 @@
+"""Decides whether a model runs right, before anybody relies on it.
+
+Two kinds of check. The first read the model: what it is, where its weights are. The second run it:
+a few tokens go through chunks, a fork and a mixed step, and every row's logits are compared with a
+plain forward of the same tokens. A model that attends in a way of its own fails the second,
+whatever its config says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from wim_ext.errors import ModelNotSupported
+from wim_ext.work import Work
+
+__all__ = ["check_causal_lm", "parity_probe", "probe_tolerance", "shortest_window"]
+
+_PROBE_TOKENS = 12
+_LONGEST_PROBE = 80
+
+# Worst row's rms difference over the row's standard deviation. Rounding alone stays a factor of ten
+# and more below these; one key too many or too few lies far above them.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-6}
+
+
+def check_causal_lm(hf_model: Any) -> None:
+    """Refuses, in words, what is no decoder-only language model with its weights at hand."""
+    name = type(hf_model).__name__
+    config = getattr(hf_model, "config", None)
+    if config is None or not callable(getattr(hf_model, "get_output_embeddings", None)):
+        raise ModelNotSupported(
+            f"{name} is not a Hugging Face model; load one with AutoModelForCausalLM"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelNotSupported(
+            f"{name} is an encoder-decoder model ({config.model_type}); "
+            "Writing in the Margins needs a decoder-only model"
+        )
+    if hf_model.get_output_embeddings() is None:
+        raise ModelNotSupported(
+            f"{name} has no language-model head; load it with AutoModelForCausalLM"
+        )
+    meta = next((key for key, p in hf_model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ModelNotSupported(
+            f"{name}'s weights are not loaded: {meta} is on the meta device; "
+            "load it without offloading and without init_empty_weights"
+        )
+    if hf_model.training:
+        raise ModelNotSupported(
+            f"{name} is in training mode, where dropout changes the answer; call .eval() first"
+        )
+
+
+def shortest_window(config: Any) -> int | None:
+    """The shortest attention window or chunk that the config names, None where there is none."""
+    text = config.get_text_config(decoder=True)
+    sizes = (getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size"))
+    return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
+
+
+def probe_tolerance(dtype: torch.dtype) -> float:
+    """The largest relative difference that rounding in `dtype` explains."""
+    return _TOLERANCE.get(dtype, 1e-1)
+
+
+def probe_length(config: Any) -> int:
+    """Tokens of the probe: long enough to leave a short window behind."""
+    window = shortest_window(config)
+    if window is None or window + 8 > _LONGEST_PROBE:
+        return _PROBE_TOKENS
+    return max(_PROBE_TOKENS, window + 8)
+
+
+def parity_probe(
+    model: Any, plain: Callable[[list[int]], torch.Tensor], length: int, vocab_size: int
+) -> float:
+    """Runs chunks, a fork, mixed steps and, where `model` can, a rollback.
+
+    Args:
+        model: anything with `new_sequence`, `forward(list[Work])` and `can_roll_back`.
+        plain: logits [length, vocab] of one forward of the model itself.
+        length: tokens of each of the two texts, at least 8.
+        vocab_size: ids are drawn below this.
+
+    Returns:
+        The largest rms(difference) / std(row) of all rows; inf where a row is not finite.
+    """
+    trunk_text = [(37 * i + 11) % vocab_size for i in range(length)]
+    shared = length // 2
+    branch_text = trunk_text[:shared] + [(53 * i + 29) % vocab_size for i in range(length - shared)]
+    trunk = model.new_sequence()
+    rows = model.forward([Work(trunk, trunk_text[:3], 3)])
+    rows += model.forward([Work(trunk, trunk_text[3:shared], shared - 3)])
+    branch = trunk.fork()
+    steps = [(shared, shared + 1), (shared + 1, length - 1), (length - 1, length)]
+    branch_rows = list(rows)
+    if model.can_roll_back:
+        model.forward([Work(branch, trunk_text[:2], 0)])
+        branch.rollback(shared - 1)
+        branch_rows += model.forward([Work(branch, branch_text[shared - 1 : shared], 0)])
+    for begin, end in steps:
+        ours, theirs = model.forward(
+            [
+                Work(branch, branch_text[begin:end], end - begin),
+                Work(trunk, trunk_text[begin:end], end - begin),
+            ]
+        )
+        branch_rows.append(ours)
+        rows.append(theirs)
+    branch.release()
+    trunk.release()
+    return max(
+        _worst_row(torch.cat(rows), plain(trunk_text)),
+        _worst_row(torch.cat(branch_rows), plain(branch_text)),
+    )
+
+
+def _worst_row(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double(), expected.double()
+    difference = (found - expected).square().mean(-1).sqrt()
+    scale = expected.std(-1).clamp_min(1e-12)
+    worst = (difference / scale).max()
+    return worst.item() if torch.isfinite(worst) else float("inf")
+
+
+def plain_logits(hf_model: Any) -> Callable[[list[int]], torch.Tensor]:
+    """The model's own forward over a list of tokens, without any cache."""
+
+    def run(tokens: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([list(tokens)], device=hf_model.device)
+        with torch.no_grad():
+            logits: torch.Tensor = hf_model(input_ids=ids, use_cache=False).logits
+        return logits[0]
+
+    return run
