@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from wim_ext import _C
 
 __all__ = ["CUDA_STATUS", "VERSION", "PageTable"]
 
@@ -18,7 +22,7 @@ _HERE = Path(__file__).resolve().parent
 _REBUILD = "rebuild it with `pip install --no-build-isolation -e .` (a checkout) or `pip install --force-reinstall --no-deps wim_ext`"
 
 
-def _load_page_table() -> type:
+def _load_page_table() -> type[_C.PageTable]:
     try:
         from wim_ext import _C
     except ImportError as error:

@@ -18,15 +18,17 @@ class CacheFull(MemoryError):
         needed: pages that the call needs, copies of shared pages included.
         free: pages that are free now.
         total: pages of the pool.
-        can_ever_fit: whether the call would fit an empty pool; False means that waiting or
-            releasing other sequences cannot help.
+        can_ever_fit: whether the call would fit if all other sequences were released; False means
+            that waiting cannot help. Default: whether `needed` is within `total`.
     """
 
-    def __init__(self, needed: int, free: int, total: int) -> None:
+    def __init__(
+        self, needed: int, free: int, total: int, can_ever_fit: bool | None = None
+    ) -> None:
         self.needed = needed
         self.free = free
         self.total = total
-        self.can_ever_fit = needed <= total
+        self.can_ever_fit = needed <= total if can_ever_fit is None else can_ever_fit
         advice = (
             "release or roll back sequences and try again"
             if self.can_ever_fit
