@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [
     {"_native", "_C", "reference"},
     {"plan"},
     {"ops"},
-    {"storage", "batch", "cache"},
+    {"storage", "sequence", "batch", "cache"},
     {"rope", "guards", "fallback", "model", "opening", "loading"},
     {"sampling", "tokens", "engine"},
     {"segments", "prompts", "relevance", "events", "margins", "document"},
