@@ -82,8 +82,8 @@ class PagedKVCache:
     Examples
     --------
     >>> import torch
-    >>> shape = {"num_layers": 1, "num_pages": 16, "page_size": 16, "num_kv_heads": 2, "head_dim": 8}
-    >>> cache = PagedKVCache(**shape, dtype=torch.float32)
+    >>> shape = {"num_layers": 1, "num_pages": 16, "page_size": 16, "num_kv_heads": 2}
+    >>> cache = PagedKVCache(**shape, head_dim=8, dtype=torch.float32)
     >>> trunk = cache.new_sequence()
     >>> batch = cache.reserve([(trunk, 20)])
     >>> k_cache, v_cache = cache.layer(0)
@@ -188,7 +188,8 @@ class PagedKVCache:
     ) -> tuple[Tensor, Tensor]:
         """The ``(k_cache, v_cache)`` of a layer, views that ops take.
 
-        ``[num_pages, page_size, num_kv_heads, head_dim]``, for V `v_head_dim`. The first call for a layer makes its tensors and must give the dimensions; later calls may
+        Shapes: ``[num_pages, page_size, num_kv_heads, head_dim]``, V's last one `v_head_dim`. The
+        first call for a layer makes its tensors and must give the dimensions; later calls may
         leave them out, and must not contradict them.
 
         Raises
