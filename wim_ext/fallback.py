@@ -17,13 +17,7 @@ import torch
 
 from wim_ext.borrow import borrowed
 from wim_ext.errors import ModelNotSupported, StaleSequenceError
-from wim_ext.guards import (
-    check_causal_lm,
-    parity_probe,
-    plain_logits,
-    probe_length,
-    probe_tolerance,
-)
+from wim_ext.guards import check_causal_lm, parity_check
 from wim_ext.history import can_crop, cropped, new_history, shared_copy
 from wim_ext.rope import RopePin, context_length, depends_on_length
 from wim_ext.work import Work, check_work
@@ -142,31 +136,12 @@ class FallbackModel:
         sequence._check_alive()
 
     def _check(self) -> None:
-        """Accepts the model as it is, or one token at a time, or not at all."""
-        name, worst = type(self.hf_model).__name__, float("inf")
-        limit = probe_tolerance(self.dtype)
-        for self._one_by_one in (False, True):
-            try:
-                with borrowed(self.hf_model, pin=self._pin):
-                    plain = plain_logits(self.hf_model)
-                    length = probe_length(self.hf_model.config)
-                    worst = parity_probe(self, plain, length, self.vocab_size)
-            except (
-                RuntimeError,
-                ValueError,
-                TypeError,
-                AttributeError,
-                NotImplementedError,
-            ) as error:
-                raise ModelNotSupported(
-                    f"{name} cannot be continued from its own cache: {error}"
-                ) from error
-            if worst <= limit:
-                return
-        raise ModelNotSupported(
-            f"{name}, continued from its own cache, differs from its plain forward "
-            f"(relative error {worst:.1e}, allowed {limit:.0e})"
-        )
+        """Accepts the model as it is, or else one token at a time, or not at all."""
+        try:
+            parity_check(self, self.hf_model, self._pin)
+        except ModelNotSupported:
+            self._one_by_one = True
+            parity_check(self, self.hf_model, self._pin)
 
 
 class FallbackSequence:

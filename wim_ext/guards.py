@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from wim_ext.borrow import borrowed
 from wim_ext.errors import ModelNotSupported
+from wim_ext.rope import RopePin
 from wim_ext.work import Work
 
-__all__ = ["check_causal_lm", "parity_probe", "probe_tolerance", "shortest_window"]
+__all__ = ["check_causal_lm", "check_packable", "parity_check", "probe_length"]
 
 _PROBE_TOKENS = 12
 _LONGEST_PROBE = 80
@@ -24,6 +26,21 @@ _LONGEST_PROBE = 80
 # Worst row's rms difference over the row's standard deviation. Rounding alone stays a factor of ten
 # and more below these; one key too many or too few lies far above them.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-6}
+
+_PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# What models raise when they are fed in a way that they do not know. A full cache or memory, and
+# whatever else may happen to a good model, is not among them.
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def check_causal_lm(hf_model: Any) -> None:
@@ -55,16 +72,26 @@ def check_causal_lm(hf_model: Any) -> None:
         )
 
 
+def check_packable(hf_model: Any) -> None:
+    """Refuses what the packed path cannot serve and what is seen without running the model."""
+    name = type(hf_model).__name__
+    if not hf_model._can_set_attn_implementation():
+        raise ModelNotSupported(f"{name} does not attend through transformers' AttentionInterface")
+    if hf_model.dtype not in _PACKED_DTYPES:
+        allowed = ", ".join(map(str, _PACKED_DTYPES))
+        raise ModelNotSupported(f"{name} computes in {hf_model.dtype}; allowed are {allowed}")
+    devices = sorted({str(p.device) for p in hf_model.parameters()})
+    if len(devices) > 1:
+        raise ModelNotSupported(
+            f"{name} is spread over {', '.join(devices)}; load it onto one device"
+        )
+
+
 def shortest_window(config: Any) -> int | None:
     """The shortest attention window or chunk that the config names, None where there is none."""
     text = config.get_text_config(decoder=True)
     sizes = (getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size"))
     return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
-
-
-def probe_tolerance(dtype: torch.dtype) -> float:
-    """The largest relative difference that rounding in `dtype` explains."""
-    return _TOLERANCE.get(dtype, 1e-1)
 
 
 def probe_length(config: Any) -> int:
@@ -73,6 +100,30 @@ def probe_length(config: Any) -> int:
     if window is None or window + 8 > _LONGEST_PROBE:
         return _PROBE_TOKENS
     return max(_PROBE_TOKENS, window + 8)
+
+
+def parity_check(model: Any, hf_model: Any, pin: RopePin | None) -> None:
+    """Raises ModelNotSupported where `model` does not repeat the plain forward of `hf_model`.
+
+    Args:
+        model: the wrapper to check: `new_sequence`, `forward`, `can_roll_back`, `vocab_size`.
+        pin: rotary frequencies that both run with, since a short text would choose others.
+    """
+    name, limit = type(hf_model).__name__, _TOLERANCE.get(hf_model.dtype, 1e-1)
+    try:
+        with borrowed(hf_model, pin=pin):
+            worst = parity_probe(
+                model, _plain(hf_model), probe_length(hf_model.config), model.vocab_size
+            )
+    except ModelNotSupported as refusal:
+        raise ModelNotSupported(f"{name}: {refusal}") from refusal
+    except _FAILURES as error:
+        raise ModelNotSupported(f"{name} fails in chunks and forks: {error}") from error
+    if worst > limit:
+        raise ModelNotSupported(
+            f"{name} in chunks and forks differs from its plain forward "
+            f"(relative error {worst:.1e}, allowed {limit:.0e})"
+        )
 
 
 def parity_probe(
@@ -127,7 +178,7 @@ def _worst_row(found: torch.Tensor, expected: torch.Tensor) -> float:
     return worst.item() if torch.isfinite(worst) else float("inf")
 
 
-def plain_logits(hf_model: Any) -> Callable[[list[int]], torch.Tensor]:
+def _plain(hf_model: Any) -> Callable[[list[int]], torch.Tensor]:
     """The model's own forward over a list of tokens, without any cache."""
 
     def run(tokens: Sequence[int]) -> torch.Tensor:
