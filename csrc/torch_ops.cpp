@@ -1,15 +1,11 @@
 #include "torch_ops.h"
 
-#include <pthread.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
 #include <numeric>
 #include <unordered_set>
 
-#include "cpu/cache_ops.h"
 #include "torch_ops_checks.h"
 
 namespace wim::ops {
@@ -17,9 +13,6 @@ namespace wim::ops {
 using namespace wim::checks;
 
 namespace {
-
-std::atomic<bool> forked{false};
-[[maybe_unused]] const int fork_hook = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 // -1 skips a token; all slots are checked before the first one is written.
 void check_slots(const int64_t* slots, int64_t count, int64_t num_slots) {
@@ -84,7 +77,6 @@ PageShape page_shape(const Tensor& cache, size_t index) {
 }
 
 const float* lse_data(const char* name, const Tensor& lse, int64_t heads, int64_t tokens) {
-  on_cpu(name, lse);
   has_dtype(name, lse, ScalarType::Float);
   has_shape(name, lse, {{"heads", heads}, {"tokens", tokens}});
   last_dim_contiguous(name, lse);
@@ -93,23 +85,9 @@ const float* lse_data(const char* name, const Tensor& lse, int64_t heads, int64_
 
 }  // namespace
 
-backend::Context context() {
-  const bool alone = forked;
-  backend::Context result;
-  result.num_threads = alone ? 1 : static_cast<int>(torch::stable::get_num_threads());
-  result.parallel_for = [alone](int64_t count, const std::function<void(int64_t)>& work) {
-    const auto range = [&work](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) work(i);
-    };
-    if (alone || count == 1) return range(0, count);
-    torch::stable::parallel_for(0, count, 1, range);
-  };
-  return result;
-}
-
 void append_kv(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
                const Tensor& slot_mapping) {
-  on_cpu("k_cache", k_cache);
+  on_device("k_cache", k_cache);
   same_device("key", key, "k_cache", k_cache);
   same_device("value", value, "k_cache", k_cache);
   same_device("v_cache", v_cache, "k_cache", k_cache);
@@ -126,7 +104,7 @@ void append_kv(const Tensor& key, const Tensor& value, const Tensor& k_cache, co
       {{"num_tokens", key.size(0)}, {"num_kv_heads", heads}, {"v_head_dim", params.v_cache.dim}});
   params.slots = int64_vector("slot_mapping", slot_mapping, {"num_tokens", key.size(0)});
   check_slots(params.slots, key.size(0), params.k_cache.num_pages * params.k_cache.page_size);
-  backend::append_kv(params, context());
+  backend::append_kv(params, context(k_cache));
 }
 
 void copy_pages(const std::vector<Tensor>& caches, const Tensor& src, const Tensor& dst) {
@@ -135,20 +113,26 @@ void copy_pages(const std::vector<Tensor>& caches, const Tensor& src, const Tens
   const int64_t count = src.size(0);
   std::vector<PageShape> shapes;
   for (size_t i = 0; i < caches.size(); ++i) {
-    on_cpu(text("caches[", i, "]").c_str(), caches[i]);
+    const std::string name = text("caches[", i, "]");
+    on_device(name.c_str(), caches[i]);
+    same_device(name.c_str(), caches[i], "caches[0]", caches[0]);
     shapes.push_back(page_shape(caches[i], i));
     check_page_ids("src", from, count, caches[i].size(0), i);
     check_page_ids("dst", to, count, caches[i].size(0), i);
   }
   check_copies_independent(from, to, count);
-  backend::copy_pages(shapes, from, to, count, context());
+  if (caches.empty()) return;
+  backend::copy_pages(shapes, from, to, count, context(caches[0]));
 }
 
 void merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                   const Tensor& lse_b, const Tensor& out, const Tensor& lse) {
-  on_cpu("out_a", out_a);
+  on_device("out_a", out_a);
   same_device("out_b", out_b, "out_a", out_a);
   same_device("out", out, "out_a", out_a);
+  same_device("lse_a", lse_a, "out_a", out_a);
+  same_device("lse_b", lse_b, "out_a", out_a);
+  same_device("lse", lse, "out_a", out_a);
   MergeStatesParams params;
   params.dtype = attention_dtype("out_a", out_a);
   has_dtype("out_b", out_b, out_a.scalar_type(), " (as out_a)");
@@ -161,11 +145,12 @@ void merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
   params.lse_b = lse_data("lse_b", lse_b, heads, tokens), params.lse_b_stride = lse_b.stride(0);
   params.lse = const_cast<float*>(lse_data("lse", lse, heads, tokens)),
   params.lse_stride = lse.stride(0);
-  backend::merge_states(params, context());
+  backend::merge_states(params, context(out_a));
 }
 
 }  // namespace wim::ops
 
+#ifndef WIM_CUDA_BACKEND  // schemas are said once, in the library that is always there
 STABLE_TORCH_LIBRARY(wim_ext, m) {
   m.def(
       "append_kv(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor "
@@ -175,6 +160,7 @@ STABLE_TORCH_LIBRARY(wim_ext, m) {
       "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out, "
       "Tensor(b!) lse) -> ()");
 }
+#endif
 
 STABLE_TORCH_LIBRARY_IMPL(wim_ext, WIM_DISPATCH_KEY, m) {
   m.impl("append_kv", TORCH_BOX(&wim::ops::append_kv));

@@ -1,6 +1,6 @@
 // The functions behind torch.ops.wim_ext.*: they check their arguments, describe them in plain
-// structs and call the kernels of one backend. A second library can compile the same files for
-// another backend.
+// structs and call the kernels of one backend. The CPU library and the CUDA library compile the
+// same files, each for its own kernels.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -10,10 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "cpu/parallel.h"
-
-#ifndef WIM_BACKEND
-#define WIM_BACKEND cpu  // namespace of the kernels
+#ifdef WIM_CUDA_BACKEND
+#include "cuda/ops.h"
+#define WIM_BACKEND cuda  // namespace of the kernels
+#define WIM_DISPATCH_KEY CUDA
+#else
+#include "cpu/cache_ops.h"
+#define WIM_BACKEND cpu
 #define WIM_DISPATCH_KEY CPU
 #endif
 
@@ -22,9 +25,11 @@ namespace wim::ops {
 namespace backend = wim::WIM_BACKEND;
 using torch::stable::Tensor;
 
-// torch's threads; one thread in a process that was forked (GNU OpenMP's pool does not survive a
-// fork).
-backend::Context context();
+// The tensor is where this library's kernels can reach it.
+void on_device(const char* name, const Tensor& tensor);
+
+// What kernels need to run on the device of `tensor`: threads, or a stream and memory.
+backend::Context context(const Tensor& tensor);
 
 void append_kv(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
                const Tensor& slot_mapping);
