@@ -20,7 +20,18 @@ FLOORS: list[set[str]] = [
     {"rope", "guards", "fallback", "model", "opening", "loading"},
     {"sampling", "tokens", "engine"},
     {"segments", "prompts", "relevance", "events", "margins", "document"},
-    {"document_files", "info", "console", "demo", "cli"},
+    {
+        "terminal",
+        "progress",
+        "interrupt",
+        "document_formats",
+        "document_files",
+        "info",
+        "console",
+        "answering",
+        "demo",
+        "cli",
+    },
     {"__init__", "__main__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
