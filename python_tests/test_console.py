@@ -17,8 +17,8 @@ from wim_ext.console import (
     QuietDisplay,
     choose_display,
     dropped_text,
-    margin_place,
     numbers,
+    place_of,
 )
 from wim_ext.document_files import SourceFile, Sources
 from wim_ext.events import (
@@ -107,6 +107,14 @@ def test_live_display_keeps_to_the_width(width: int) -> None:
     words = " ".join(text.split())
     order = [words.index(shown) for shown in ("Reading", "┃", "Answer Read", "3 of 4 margins")]
     assert order == sorted(order)
+
+
+def test_live_display_gathers_dropped_margins_in_one_line() -> None:
+    display, screen = live(80)
+    play(display, FakeEngine(segment_words=2))
+    before_answer = without_codes(screen.getvalue()).split("\nAnswer")[0]
+    assert "· town.md, lines 1–2 (33%): nothing relevant in 4 segments\n" in before_answer
+    assert before_answer.count("┃ Speaks of") == 6
 
 
 def test_live_display_restores_the_cursor_after_an_error() -> None:
@@ -204,10 +212,8 @@ def test_place_of_a_margin() -> None:
         "===== a =====\n\nx\n\n\n===== b.pdf =====\n\ny",
         (SourceFile("a", (15, 17), "line", (0,)), SourceFile("b.pdf", (38, 39), "page", (0,))),
     )
-    assert margin_place(Margin("", True, None, 0, (0, 39)), two) == (
-        "a, line 1 (100%); b.pdf, page 1 (100%)"
-    )
-    assert margin_place(Margin("", True, None, 4, (0, 5)), two) == "segment 5"
+    assert place_of((0, 39), 0, two) == ("a, line 1 (100%); b.pdf, page 1 (100%)")
+    assert place_of((0, 5), 4, two) == "segment 5"
 
 
 def test_numbers() -> None:
@@ -248,7 +254,7 @@ def test_progress_line_counts_work_and_says_the_phase() -> None:
     assert "100% answering" in render(line, 80)
     line.update(AnswerToken("x"))
     now[0] += 60.0
-    assert "answering (1 pieces) · 500 tokens/s · 1:02" in render(line, 80)
+    assert "answering · 500 tokens/s · 1:02" in render(line, 80)
     stopping[0] = True
     assert "stopping, answering from what was read" in render(line, 80)
 

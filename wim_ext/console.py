@@ -7,11 +7,11 @@ and colour (unless NO_COLOR is set); elsewhere plain lines, one a margin.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -112,9 +112,10 @@ class PlainDisplay(QuietDisplay):
         if isinstance(event, ReadingStarted):
             self._line(reading_text(event, self._sources))
         elif isinstance(event, MarginWritten):
-            place, text = margin_place(event.margin, self._sources), one_line(event.margin.text)
-            mark, text = ("+", text) if event.margin.relevant else ("-", dropped_text(text))
-            self._line(f"{mark} {place}: {text}")
+            margin = event.margin
+            text = one_line(margin.text)
+            mark, text = ("+", text) if margin.relevant else ("-", dropped_text(text))
+            self._line(f"{mark} {place_of(margin.span, margin.segment, self._sources)}: {text}")
         super().show(event)
         if isinstance(event, Finished):
             self._line(numbers(event.result))
@@ -144,9 +145,10 @@ class LiveDisplay(QuietDisplay):
         self._sources = sources
         self._shared = shared
         self._progress = ProgressLine(stop_asked)
+        self._dropped: list[Margin] = []
         self._live = Live(
-            self._progress,
             console=console,
+            get_renderable=self._footer,
             refresh_per_second=8,
             transient=True,
             redirect_stdout=False,
@@ -165,29 +167,52 @@ class LiveDisplay(QuietDisplay):
         self._console.print(Text(one_line(text), style="dim"))
 
     def show(self, event: Event) -> None:
-        self._progress.update(event)
+        if not (self._shared and isinstance(event, AnswerToken)):
+            self._progress.update(event)
         if isinstance(event, ReadingStarted):
             self._console.print(Text(reading_text(event, self._sources), style="bold"))
             self._live.start(refresh=True)
-        elif isinstance(event, MarginWritten):
+        elif isinstance(event, MarginWritten) and event.margin.relevant:
+            self._print_dropped()
             self._print_margin(event.margin)
+        elif isinstance(event, MarginWritten):
+            self._dropped.append(event.margin)
         elif isinstance(event, AnswerToken) and self._shared and not self._answered:
+            self._print_dropped()
             self._live.stop()
             self._console.print(Text("\nAnswer", style="bold"))
         elif isinstance(event, Finished):
+            self._print_dropped()
             self._live.stop()
         super().show(event)
         if isinstance(event, Finished):
             self._console.print(Text("\n" + numbers(event.result), style="dim"))
 
+    def _footer(self) -> Group:
+        """What stays below the margins while they come: the latest dropped ones, the progress."""
+        dropped = list(self._dropped)  # rendered in rich's thread
+        return Group(*([self._dropped_line(dropped)] if dropped else []), self._progress)
+
+    def _print_dropped(self) -> None:
+        if self._dropped:
+            self._console.print(self._dropped_line(self._dropped))
+            self._dropped = []
+
+    def _dropped_line(self, margins: Sequence[Margin]) -> Text:
+        """One dim line for dropped margins that follow each other, so that they crowd nothing."""
+        first, last = margins[0], margins[-1]
+        place = place_of((first.span[0], last.span[1]), first.segment, self._sources)
+        if len(margins) == 1:
+            text = dropped_text(one_line(first.text))
+        else:
+            text = f"nothing relevant in {len(margins)} segments"
+        line = Text(f"· {place}: {text}", style="dim", no_wrap=True)
+        line.truncate(self._console.width, overflow="ellipsis")
+        return line
+
     def _print_margin(self, margin: Margin) -> None:
-        place = margin_place(margin, self._sources)
+        place = place_of(margin.span, margin.segment, self._sources)
         text = one_line(margin.text)
-        if not margin.relevant:
-            line = Text(f"· {place}: {dropped_text(text)}", style="dim", no_wrap=True)
-            line.truncate(self._console.width, overflow="ellipsis")
-            self._console.print(line)
-            return
         bar = ("┃ ", "bold green")
         self._console.print(Text.assemble(bar, (place, "green"), no_wrap=True, overflow="ellipsis"))
         # Wrapped here and not by rich, so that the bar stands before every line.
@@ -213,10 +238,10 @@ def reading_text(event: ReadingStarted, sources: Sources) -> str:
     return f"Reading {shown}: {event.tokens:,} tokens in {count(event.segments, 'segment')}"
 
 
-def margin_place(margin: Margin, sources: Sources) -> str:
-    """Where the margin's segment lies, as in ``notes.md, lines 1–80 (14%)``."""
-    citations = sources.cite(margin.span)
-    return "; ".join(_place(citation) for citation in citations) or f"segment {margin.segment + 1}"
+def place_of(span: tuple[int, int], segment: int, sources: Sources) -> str:
+    """Where a margin's segment lies, as in ``notes.md, lines 1–80 (14%)``."""
+    citations = sources.cite(span)
+    return "; ".join(_place(citation) for citation in citations) or f"segment {segment + 1}"
 
 
 def _place(citation: Citation) -> str:

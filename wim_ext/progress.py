@@ -39,7 +39,6 @@ class ProgressLine:
         self._clock = clock
         self._started = clock()
         self._segments = 0
-        self._answer_pieces = 0
         self._work = 0.0
         self._tokens = 0
         self._samples: deque[tuple[float, int]] = deque()
@@ -63,8 +62,7 @@ class ProgressLine:
             more = following <= self._segments
             self.phase = f"reading segment {following} of {self._segments}" if more else "answering"
         elif isinstance(event, AnswerToken):
-            self._answer_pieces += 1
-            self.phase = f"answering ({self._answer_pieces} pieces)"
+            self.phase = "answering"
 
     def _advance(self, tokens: int) -> None:
         now = self._clock()
