@@ -16,11 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import modeling_gguf_pytorch_utils
 
 from wim_ext.errors import ModelNotSupported
 
@@ -94,7 +96,9 @@ def _convert(gguf: Path, folder: Path) -> None:
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
             model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    except (ValueError, KeyError, NotImplementedError, RuntimeError, IndexError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
         raise ModelNotSupported(
             f"{gguf} is no GGUF file that transformers reads: {error}"
         ) from error
@@ -165,11 +169,15 @@ def quiet() -> Iterator[None]:
     """Keeps transformers' progress bars and its advice about packed GGUF weights off the screen."""
     logging: Any = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    gguf_reader: Any = modeling_gguf_pytorch_utils  # has a bar of its own
+    tqdm = gguf_reader.tqdm
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    gguf_reader.tqdm = partial(tqdm, disable=True)
     try:
         yield
     finally:
+        gguf_reader.tqdm = tqdm
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
