@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -155,6 +156,7 @@ class FallbackSequence:
         self._length = length
         self._fork_length = length
         self._parent = parent
+        self._forks: WeakSet[FallbackSequence] = WeakSet()
 
     @property
     def length(self) -> int:
@@ -170,26 +172,35 @@ class FallbackSequence:
         """
         self._check_alive()
         length = self._length if length is None else length
-        return FallbackSequence(self._model, self._cut_to(length, "fork"), length, parent=self)
+        branch = FallbackSequence(self._model, self._cut_to(length, "fork"), length, parent=self)
+        self._forks.add(branch)
+        return branch
 
     def rollback(self, length: int) -> None:
         """Forgets every token from `length` on. Raises ValueError as `fork` does."""
         self._check_alive()
         self._cache = self._cut_to(length, "rollback")
         self._length = length
+        # Below the fork point the two no longer share all tokens: no commit between them.
+        if length < self._fork_length:
+            self._parent = None
+        for branch in [b for b in self._forks if length < b._fork_length]:
+            branch._parent = None
 
     def commit(self, branch: FallbackSequence) -> None:
         """Takes over the tokens of `branch`, a fork of this sequence, and uses it up.
 
         Raises:
-            ValueError: `branch` is no fork of this sequence, or this sequence does not stand at the
-                fork point.
+            ValueError: `branch` was not forked from this sequence, this sequence does not stand at
+                the token where it was forked (roll it back first), or one of them was rolled back
+                below that token since.
         """
         self._check_alive()
         branch._check_alive()
         if branch._parent is not self:
             raise ValueError(
-                "branch is not a fork of this sequence; commit takes its own forks only"
+                "branch was not forked from this sequence, or one of them was rolled back below "
+                "the fork point since"
             )
         if self._length != branch._fork_length:
             raise ValueError(
