@@ -6,6 +6,7 @@
 #include <numeric>
 #include <unordered_set>
 
+#include "torch_attention.h"
 #include "torch_ops_checks.h"
 
 namespace wim::ops {
@@ -150,15 +151,33 @@ void merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
 
 }  // namespace wim::ops
 
-#ifndef WIM_CUDA_BACKEND  // schemas are said once, in the library that is always there
+#ifndef WIM_CUDA_BACKEND  // schemas, and what works on host integers, are in the library that is
+                          // always there
+// clang-format off
 STABLE_TORCH_LIBRARY(wim_ext, m) {
-  m.def(
-      "append_kv(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor "
-      "slot_mapping) -> ()");
+  m.def("append_kv(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+        "Tensor slot_mapping) -> ()");
   m.def("copy_pages(Tensor(a!)[] caches, Tensor src, Tensor dst) -> ()");
-  m.def(
-      "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out, "
-      "Tensor(b!) lse) -> ()");
+  m.def("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, "
+        "Tensor(a!) out, Tensor(b!) lse) -> ()");
+  m.def("paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, "
+        "Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, Tensor? plan, "
+        "Tensor(a!) out, Tensor(b!)? lse, float softmax_scale, bool causal, "
+        "int window_left, int window_right, float softcap, "
+        "Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale) -> ()");
+  m.def("plan_attention(Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, "
+        "int num_heads, int num_kv_heads, int page_size, bool causal, "
+        "int window_left, int window_right, int num_threads) -> Tensor");
+  m.def("plan_fields() -> str");
+}
+// clang-format on
+
+STABLE_TORCH_LIBRARY_IMPL(wim_ext, CompositeExplicitAutograd, m) {
+  m.impl("plan_fields", TORCH_BOX(&wim::ops::plan_fields));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(wim_ext, CPU, m) {
+  m.impl("plan_attention", TORCH_BOX(&wim::ops::plan_attention));
 }
 #endif
 
@@ -166,4 +185,5 @@ STABLE_TORCH_LIBRARY_IMPL(wim_ext, WIM_DISPATCH_KEY, m) {
   m.impl("append_kv", TORCH_BOX(&wim::ops::append_kv));
   m.impl("copy_pages", TORCH_BOX(&wim::ops::copy_pages));
   m.impl("merge_states", TORCH_BOX(&wim::ops::merge_states));
+  m.impl("paged_attention", TORCH_BOX(&wim::ops::paged_attention));
 }

@@ -15,6 +15,7 @@
 #define WIM_BACKEND cuda  // namespace of the kernels
 #define WIM_DISPATCH_KEY CUDA
 #else
+#include "cpu/attention.h"
 #include "cpu/cache_ops.h"
 #define WIM_BACKEND cpu
 #define WIM_DISPATCH_KEY CPU

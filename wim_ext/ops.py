@@ -5,21 +5,30 @@ adds defaults, makes outputs, and turns the errors of C++ into typed exceptions.
 under ``torch.compile(fullgraph=True)``. Their twins in plain PyTorch are in `wim_ext.reference`.
 
 A paged cache is a pair of 4-D tensors per layer: ``k_cache [num_pages, page_size, num_kv_heads,
-head_dim]`` and ``v_cache [num_pages, page_size, num_kv_heads, v_head_dim]``. Any page, slot and head
-strides will do; the last dimension must be contiguous, or, for V, the slots of a page.
+head_dim]`` and ``v_cache [num_pages, page_size, num_kv_heads, v_head_dim]``. Any page, slot and
+head strides will do; the last dimension must be contiguous, or, for V, the slots of a page.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from wim_ext import _native  # noqa: F401  (loads torch.ops.wim_ext)
+from wim_ext.plan import AttentionPlan
 
-__all__ = ["append_kv", "copy_pages", "merge_states"]
+__all__ = [
+    "append_kv",
+    "copy_pages",
+    "cpu_kernels",
+    "merge_states",
+    "paged_attention",
+    "plan_attention",
+]
 
 _ops = torch.ops.wim_ext
 _TYPED_ERROR = re.compile(r"(?:.*?)\b(ValueError|IndexError): (.*)", re.DOTALL)
@@ -54,8 +63,8 @@ def append_kv(
         The cache of one layer (see the module), float32, bfloat16 or float16; `key` and `value`
         have the same dtype and device.
     slot_mapping : Tensor
-        ``[num_tokens]`` int64: ``page * page_size + offset`` of each token; -1 skips the token. If a
-        slot occurs twice, it is unspecified which token it keeps.
+        ``[num_tokens]`` int64: ``page * page_size + offset`` of each token; -1 skips the token. If
+        a slot occurs twice, it is unspecified which token it keeps.
 
     Raises
     ------
@@ -86,15 +95,15 @@ def copy_pages(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
     Parameters
     ----------
     caches : list of Tensor
-        Views ``[num_pages, ...]`` of 1 to 6 dimensions, any strides and dtypes; all the K and V caches
-        of a model go into one call.
+        Views ``[num_pages, ...]`` of 1 to 6 dimensions, any strides and dtypes; all the K and V
+        caches of a model go into one call.
     src, dst : Tensor
         ``[num_copies]`` int64 page ids.
 
     Raises
     ------
     ValueError
-        A page occurs twice in `dst`, or both in `src` and `dst` (the result would depend on the order).
+        A page occurs twice in `dst`, or both in `src` and `dst` (the order would matter).
     IndexError
         A page id is out of range for one of the caches. Nothing has been copied.
 
@@ -119,7 +128,8 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merges attention over two disjoint sets of keys into attention over their union.
 
-    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``.
+    With ``lse = log(exp(lse_a) + exp(lse_b))``, out is
+    ``exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``.
 
     Parameters
     ----------
@@ -127,8 +137,8 @@ def merge_states(
         ``[tokens, heads, dim]``, float32, bfloat16 or float16, last dimension contiguous.
     lse_a, lse_b : Tensor
         ``[heads, tokens]`` float32, natural logarithm of the softmax denominators. A state with
-        lse -inf is empty: it leaves the other one exactly as it is, and two empty states give an empty
-        one (out 0, lse -inf). A sink may be counted in one of the two only.
+        lse -inf is empty: it leaves the other one exactly as it is, and two empty states give
+        an empty one (out 0, lse -inf). A sink may be counted in one of the two only.
     out, lse : Tensor, optional
         Where to write; may be `out_a` and `lse_a` (or b's) themselves. Made if not given.
 
@@ -154,36 +164,304 @@ def merge_states(
     >>> out[0, 0, 0].item(), round(lse.item(), 4)
     (2.0, 0.6931)
     """
-    out = torch.empty_like(out_a) if out is None else out
-    lse = torch.empty_like(lse_a) if lse is None else lse
+    if out is None:
+        out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
+    if lse is None:
+        lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     _call(_ops.merge_states, out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
-@torch.library.register_fake("wim_ext::append_kv")
+@overload
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    plan: AttentionPlan | None = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    plan: AttentionPlan | None = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed query rows over the paged keys and values of their sequences.
+
+    Row i of a sequence with q rows and L keys stands at position ``p = L - q + i`` (bottom-right
+    aligned; before the first key if q > L) and sees the keys ``0 <= j < L`` with ``j <= p`` if
+    causal, ``j >= p - left`` if left >= 0 and ``j <= p + right`` if right >= 0, where
+    ``window_size = (left, right)``. With KV head ``h // (num_heads // num_kv_heads)`` of head h::
+
+        s[j]  = softmax_scale * k_scale * (query . k[j])
+        s[j]  = softcap * tanh(s[j] / softcap)              if softcap > 0
+        s[j] -= alibi_slope * |p - j|                       if alibi_slopes
+        lse   = log(sum_j exp(s[j]) + exp(sink))            (the sink only if sinks)
+        out   = v_scale * sum_j exp(s[j] - lse) * v[j]
+
+    A row that sees no key gives out 0 and lse -inf (with sinks: the sink). Slots that no row sees
+    are never read, whatever they hold; a NaN that a row sees makes that row (and head) NaN. The
+    arithmetic is float32. A row's result is bitwise the same alone, in any batch, with any chunking
+    of its sequence, any plan and any number of threads (on one instruction set).
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[total_q, num_heads, head_dim]``, float32, bfloat16 or float16, last dimension contiguous.
+        head_dim and v_head_dim are multiples of 8 up to 256.
+    k_cache, v_cache : Tensor
+        The cache of one layer (see the module), same dtype and device.
+    block_table : Tensor
+        ``[batch, max_pages]`` int32 on the CPU: the pages of each sequence in order. Entries past a
+        sequence's last page, or wholly outside its windows, may hold anything.
+    cu_seqlens_q : Tensor
+        ``[batch + 1]`` int32 on the CPU: sequence b has the rows ``cu_seqlens_q[b]`` to
+        ``cu_seqlens_q[b + 1]``.
+    seqused_k : Tensor
+        ``[batch]`` int32 on the CPU: keys of each sequence, those of this step's tokens included.
+    softmax_scale : float, optional
+        Default ``1 / sqrt(head_dim)``.
+    causal : bool
+    window_size : tuple of int
+        (left, right), both inclusive; -1 is unlimited.
+    softcap : float
+        0 for none.
+    alibi_slopes : Tensor, optional
+        ``[num_heads]`` or ``[batch, num_heads]`` float32.
+    sinks : Tensor, optional
+        ``[num_heads]`` float32: one more logit per head in the denominator.
+    k_scale, v_scale : Tensor, optional
+        1 or num_kv_heads float32 factors of the stored keys and values.
+    plan : AttentionPlan, optional
+        From `plan_attention` for the same batch; made on the fly if not given.
+    out : Tensor, optional
+        ``[total_q, num_heads, v_head_dim]`` to write to, last dimension contiguous.
+    return_lse : bool
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : Tensor
+        ``[total_q, num_heads, v_head_dim]`` in the dtype of `query`.
+    lse : Tensor
+        ``[num_heads, total_q]`` float32, natural logarithm; only with `return_lse`.
+
+    Raises
+    ------
+    ValueError
+        A dtype, device, shape, stride, length or scalar does not fit, or the plan is for another
+        batch. Nothing has been written.
+    IndexError
+        A used entry of `block_table` is no page of the cache. Nothing has been written.
+
+    Notes
+    -----
+    Attention after Vaswani et al., "Attention Is All You Need" (2017), equation 1, over pages (Kwon
+    et al. 2023), with the online softmax of Milakov and Gimelshein (2018), algorithm 3, as in Dao
+    et al., "FlashAttention" (2022). ALiBi: Press et al. (2022). Sinks: Xiao et al. (2024).
+
+    Examples
+    --------
+    >>> k_cache = torch.zeros(4, 16, 2, 64); v_cache = torch.ones(4, 16, 2, 64)
+    >>> block_table = torch.tensor([[2, 0]], dtype=torch.int32)
+    >>> out = paged_attention(
+    ...     torch.randn(3, 6, 64), k_cache, v_cache, block_table,
+    ...     torch.tensor([0, 3], dtype=torch.int32), torch.tensor([20], dtype=torch.int32))
+    >>> out.shape, bool((out == 1).all())
+    (torch.Size([3, 6, 64]), True)
+    """
+    if out is None:
+        out = query.new_empty(query.shape[:-1] + v_cache.shape[-1:])
+    lse = None
+    if return_lse:
+        shape = (query.shape[1], query.shape[0])
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    left, right = window_size
+    _call(
+        _ops.paged_attention,
+        *(query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k),
+        *(None if plan is None else plan.tensor, out, lse, scale, causal, left, right, softcap),
+        *(alibi_slopes, sinks, k_scale, v_scale),
+    )
+    return out if lse is None else (out, lse)
+
+
+def plan_attention(
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    num_threads: int | None = None,
+) -> AttentionPlan:
+    """Cuts a batch into work items that read each shared page once; one plan serves all layers.
+
+    Rows of a long chunk are tiled. Sequences with few rows are cut into cells of 512 keys; those
+    that have a cell on the same pages share it, and whole cells that a chunk of the batch reads
+    anyway ride along with it. ``plan.report`` tells what this saves.
+
+    Parameters
+    ----------
+    block_table, cu_seqlens_q, seqused_k, causal, window_size
+        As for `paged_attention`.
+    num_heads, num_kv_heads, page_size : int
+    num_threads : int, optional
+        Threads to keep busy, default ``torch.get_num_threads()``. Results do not depend on it.
+
+    Returns
+    -------
+    AttentionPlan
+
+    Raises
+    ------
+    ValueError
+        A dtype, shape or length does not fit.
+
+    Examples
+    --------
+    >>> block_table = torch.tensor([[0, 1], [0, 1]], dtype=torch.int32)
+    >>> plan = plan_attention(
+    ...     block_table, torch.tensor([0, 1, 2], dtype=torch.int32),
+    ...     torch.tensor([100, 90], dtype=torch.int32), num_heads=4, num_kv_heads=2, page_size=64)
+    >>> plan.report.pages_read, plan.report.pages_without_sharing
+    (2, 4)
+    """
+    left, right = window_size
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    tensor = _call(
+        _ops.plan_attention,
+        *(block_table, cu_seqlens_q, seqused_k, num_heads, num_kv_heads, page_size),
+        *(causal, left, right, threads),
+    )
+    return AttentionPlan(tensor)
+
+
+def cpu_kernels() -> tuple[list[str], list[str], str, str]:
+    """Which instruction sets the CPU attention kernel has, and which one it uses.
+
+    Returns
+    -------
+    (built, available, in_use, why)
+        Names, widest first: all that are built in, those that this CPU has, the one in use; and in
+        words why it is that one. The environment variable WIM_CPU_ISA forces one by name.
+
+    Raises
+    ------
+    ValueError
+        WIM_CPU_ISA names an instruction set that is unknown or that this CPU lacks.
+
+    Examples
+    --------
+    >>> built, available, in_use, why = cpu_kernels()
+    >>> "portable" in available and in_use in available
+    True
+    """
+    entries = str(_ops.cpu_isas()).split()
+    built = [entry.removesuffix(":missing") for entry in entries]
+    available = [entry for entry in entries if not entry.endswith(":missing")]
+    return built, available, _call(_ops.cpu_isa), _ops.cpu_isa_reason()
+
+
 def _append_kv_fake(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     _same_device(k_cache=k_cache, v_cache=v_cache, key=key, value=value)
 
 
-@torch.library.register_fake("wim_ext::copy_pages")
 def _copy_pages_fake(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
     pass
 
 
-@torch.library.register_fake("wim_ext::merge_states")
 def _merge_states_fake(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     _same_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
 
 
-def _same_device(**tensors: Tensor | None) -> None:
-    """Tensors on the meta device reach only the fake kernels, so a mix with real ones is caught here."""
-    (first_name, first), *rest = ((name, t) for name, t in tensors.items() if t is not None)
+def _paged_attention_fake(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
+) -> None:
+    _same_device(query=query, k_cache=k_cache, v_cache=v_cache)
+
+
+def _plan_attention_fake(block_table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    ints = torch.library.get_ctx().new_dynamic_size()  # depends on the lengths and on the pages
+    return block_table.new_empty(ints, dtype=torch.int32)
+
+
+def _same_device(**tensors: Tensor) -> None:
+    """Tensors on the meta device reach only the fakes, so a mix with real ones is caught here."""
+    (first_name, first), *rest = tensors.items()
     for name, tensor in rest:
         if tensor.device != first.device:
             raise ValueError(
-                f"{name} must be on the device of {first_name} ({first.device}), found {tensor.device}"
+                f"{name} must be on the device of {first_name} ({first.device}), "
+                f"found {tensor.device}"
             )
+
+
+for _name, _fake in (
+    ("append_kv", _append_kv_fake),
+    ("copy_pages", _copy_pages_fake),
+    ("merge_states", _merge_states_fake),
+    ("paged_attention", _paged_attention_fake),
+    ("plan_attention", _plan_attention_fake),
+):
+    torch.library.register_fake(f"wim_ext::{_name}", _fake)

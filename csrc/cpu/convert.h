@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/inline.h"
+
 namespace wim::cpu {
 
 struct BFloat16 {
@@ -14,20 +16,20 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline float bits_to_float(uint32_t bits) {
+WIM_INLINE float bits_to_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
-inline uint32_t float_to_bits(float value) {
+WIM_INLINE uint32_t float_to_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float to_float(float value) { return value; }
-inline float to_float(BFloat16 value) { return bits_to_float(uint32_t{value.bits} << 16); }
-inline float to_float(Float16 value) {
+WIM_INLINE float to_float(float value) { return value; }
+WIM_INLINE float to_float(BFloat16 value) { return bits_to_float(uint32_t{value.bits} << 16); }
+WIM_INLINE float to_float(Float16 value) {
   const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
   const uint32_t magnitude = uint32_t{value.bits & 0x7fffu} << 13;
   // Moving the half's exponent into place leaves it 112 too small: one exact multiplication mends
@@ -39,17 +41,17 @@ inline float to_float(Float16 value) {
 template <class T>
 T from_float(float value);
 template <>
-inline float from_float<float>(float value) {
+WIM_INLINE float from_float<float>(float value) {
   return value;
 }
 template <>
-inline BFloat16 from_float<BFloat16>(float value) {
+WIM_INLINE BFloat16 from_float<BFloat16>(float value) {
   const uint32_t bits = float_to_bits(value);
   if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 template <>
-inline Float16 from_float<Float16>(float value) {
+WIM_INLINE Float16 from_float<Float16>(float value) {
   const uint32_t bits = float_to_bits(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
