@@ -26,7 +26,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def paged(hf_model: Any, page_size: int = 16) -> PagedModel:
     num_layers = hf_model.config.num_hidden_layers
-    cache = PagedKVCache(num_layers=num_layers, num_pages=512 // page_size + 8, page_size=page_size)
+    cache = PagedKVCache(
+        num_layers=num_layers,
+        num_pages=512 // page_size + 8,
+        page_size=page_size,
+        dtype=torch.float32,
+    )
     return PagedModel(hf_model, cache, total_length=SCRIPT_TOKENS)
 
 
