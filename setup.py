@@ -29,8 +29,8 @@ NO_TORCH = """
 wim_ext is built against an installed torch, and none was found.
 Install one first, then repeat the command:
     pip install torch==2.13.0
-On Linux a plain torch is the CUDA build (gigabytes); for CPUs take the CPU wheel of the same version.
-If torch lives in another environment (uv, `python -m build`), point WIM_TORCH_DIR at its torch folder.
+On Linux a plain torch is the CUDA build (gigabytes); for CPUs take the CPU wheel of that version.
+If torch lives in another environment (uv, `python -m build`), set WIM_TORCH_DIR to its folder.
 """
 
 

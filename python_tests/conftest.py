@@ -1,4 +1,4 @@
-"""Shared fixtures. Anything that compares numbers lives in kit.py, anything that lists cases in cases.py."""
+"""Shared fixtures. What compares numbers lives in kit.py, what lists cases in cases.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# Nothing in the tests may wait for a network: a hub name that is not in the local cache fails at once.
+# Nothing in the tests may wait for a network: an unknown hub name fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

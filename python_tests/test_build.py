@@ -1,4 +1,4 @@
-"""setup.py's decisions and the loader's error texts: what a person sees when an install is not right."""
+"""setup.py's decisions and the loader's error texts: what a person with a broken install sees."""
 
 from __future__ import annotations
 

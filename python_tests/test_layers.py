@@ -1,4 +1,4 @@
-"""The house's floors: imports and includes go down only (DESIGN: layers). Parsed, so lazy imports count."""
+"""The house's floors: imports and includes go down only. Parsed, so lazy imports count too."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp",
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", CPP, ids=lambda p: str(p.relative_to(ROOT / "csrc")))
 def test_cpp_includes(path: Path) -> None:
-    """torch only in torch_*, pybind11 only in bindings.cpp, and cpu/ and cuda/ never see each other."""
+    """torch only in torch_*, pybind11 only in bindings.cpp; cpu/ and cuda/ are strangers."""
     where = path.relative_to(ROOT / "csrc").as_posix()
     for include in includes_of(path):
         if include.startswith(("torch/", "ATen/", "c10/")):

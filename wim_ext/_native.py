@@ -19,7 +19,10 @@ __all__ = ["CUDA_STATUS", "VERSION", "PageTable"]
 
 VERSION = "0.1.0"
 _HERE = Path(__file__).resolve().parent
-_REBUILD = "rebuild it with `pip install --no-build-isolation -e .` (a checkout) or `pip install --force-reinstall --no-deps wim_ext`"
+_REBUILD = (
+    "rebuild it with `pip install --no-build-isolation -e .` in a checkout, "
+    "or install wim_ext again with `pip install --force-reinstall --no-deps`"
+)
 
 
 def _load_page_table() -> type[_C.PageTable]:

@@ -1,4 +1,4 @@
-"""The exceptions of wim_ext. Bad arguments raise ValueError, bad ids IndexError; the rest is here."""
+"""Exceptions of wim_ext. Bad arguments raise ValueError, bad ids IndexError; the rest is here."""
 
 from __future__ import annotations
 
