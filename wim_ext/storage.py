@@ -83,12 +83,8 @@ class LayerPool:
                 )
         k_cache, v_cache = made
         has = (k_cache.size(2), k_cache.size(3), v_cache.size(3), k_cache.dtype)
-        asked = (
-            num_kv_heads or has[0],
-            head_dim or has[1],
-            v_head_dim or head_dim or has[2],
-            dtype or has[3],
-        )
+        wanted = (num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, dtype)
+        asked = tuple(old if new is None else new for new, old in zip(wanted, has, strict=True))
         if asked != has:
             raise ValueError(
                 f"layer {index}: (num_kv_heads, head_dim, v_head_dim, dtype) are {has}, not {asked}"
@@ -108,7 +104,8 @@ class LayerPool:
                 f"layer {index} has no tensors yet: its first use gives num_kv_heads and head_dim, "
                 f"not {num_kv_heads} and {head_dim}"
             )
-        dtype, v_head_dim = dtype or self.dtype, v_head_dim or head_dim
+        dtype = dtype or self.dtype
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
         if min(num_kv_heads, head_dim, v_head_dim) < 1:
             raise ValueError(
                 f"num_kv_heads = {num_kv_heads}, head_dim = {head_dim}, v_head_dim = {v_head_dim}: "
