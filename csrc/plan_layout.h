@@ -20,16 +20,16 @@ constexpr int64_t kPlanVersion = 1;
 
 // X(name): the header's fields in order. Python learns them from the op plan_fields(). The last
 // ones are the report.
-#define WIM_PLAN_FIELDS(X)                                                                        \
-  X(magic)                                                                                        \
-  X(version)                                                                                      \
-  X(checksum)                                                                                     \
-  X(total_ints)                                                                                   \
-  X(batch) X(total_q) X(page_size) X(num_heads) X(num_kv_heads) X(causal) X(window_left)          \
-      X(window_right) X(num_threads) X(pages_hash) X(cu_seqlens_offset) X(seqused_offset)         \
-          X(token_offset) X(item_offset) X(row_offset) X(combine_offset) X(num_items) X(num_rows) \
-              X(num_combines) X(num_partials) X(max_item_rows) X(pages_read)                      \
-                  X(pages_without_sharing) X(scores) X(imbalance_permille)
+// clang-format off
+#define WIM_PLAN_FIELDS(X)                                                                  \
+  X(magic) X(version) X(checksum) X(total_ints)                                             \
+  X(batch) X(total_q) X(page_size) X(num_heads) X(num_kv_heads)                             \
+  X(causal) X(window_left) X(window_right) X(num_threads) X(pages_hash)                     \
+  X(cu_seqlens_offset) X(seqused_offset) X(token_offset)                                    \
+  X(item_offset) X(row_offset) X(combine_offset)                                            \
+  X(num_items) X(num_rows) X(num_combines) X(num_partials) X(max_item_rows)                 \
+  X(pages_read) X(pages_without_sharing) X(scores) X(imbalance_permille)
+// clang-format on
 
 #define WIM_ENUM(name) name,
 enum class PlanField : int { WIM_PLAN_FIELDS(WIM_ENUM) count };

@@ -138,7 +138,6 @@ const int32_t* check_plan(const Tensor& tensor, const BatchShape& batch) {
 }
 
 const float* float_vector(const char* name, const Tensor& tensor, Dim dim) {
-  on_device(name, tensor);
   has_dtype(name, tensor, ScalarType::Float);
   has_shape(name, tensor, {dim});
   last_dim_contiguous(name, tensor);
@@ -151,7 +150,6 @@ HeadScale head_scale(const char* name, const std::optional<Tensor>& tensor, int6
     value_error(name, " must have 1 or num_kv_heads = ", num_kv_heads, " elements, found shape ",
                 shape_text(*tensor));
   }
-  on_device(name, *tensor);
   has_dtype(name, *tensor, ScalarType::Float);
   if (tensor->numel() == 1) return {static_cast<const float*>(tensor->data_ptr()), 0};
   return {float_vector(name, *tensor, {"num_kv_heads", num_kv_heads}), 1};
@@ -162,7 +160,6 @@ void check_alibi(const Tensor& slopes, const BatchShape& batch, AttentionParams*
     params->alibi_slopes = float_vector("alibi_slopes", slopes, {"num_heads", batch.num_heads});
     return;
   }
-  on_device("alibi_slopes", slopes);
   has_dtype("alibi_slopes", slopes, ScalarType::Float);
   has_shape("alibi_slopes", slopes, {{"batch", batch.batch}, {"num_heads", batch.num_heads}});
   last_dim_contiguous("alibi_slopes", slopes);
@@ -173,14 +170,6 @@ void check_alibi(const Tensor& slopes, const BatchShape& batch, AttentionParams*
 void check_head_dim(const char* name, int64_t dim) {
   if (dim < 8 || dim > kMaxHeadDim || dim % 8 != 0) {
     value_error(name, " must be a multiple of 8 from 8 to ", kMaxHeadDim, ", found ", dim);
-  }
-}
-
-void check_apart(const char* name, const Tensor& written,
-                 std::initializer_list<std::pair<const char*, const Tensor*>> read) {
-  for (const auto& [read_name, tensor] : read) {
-    if (may_overlap(written, *tensor))
-      value_error(name, " must not overlap ", read_name, " in memory");
   }
 }
 
@@ -201,7 +190,24 @@ void check_tensors(const Tensor& query, const Tensor& k_cache, const Tensor& v_c
   has_dtype("out", out, query.scalar_type(), " (as query)");
   params->out = rows_view(
       "out", out, {{"total_q", rows}, {"num_heads", heads}, {"v_head_dim", params->v_cache.dim}});
-  check_apart("out", out, {{"query", &query}, {"k_cache", &k_cache}, {"v_cache", &v_cache}});
+  writable("out", out);
+  apart("out", out, "query", query);
+  apart("out", out, "k_cache", k_cache);
+  apart("out", out, "v_cache", v_cache);
+}
+
+void check_lse(const Tensor& lse, const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
+               const Tensor& out, AttentionParams* params) {
+  same_device("lse", lse, "query", query);
+  has_dtype("lse", lse, ScalarType::Float);
+  has_shape("lse", lse, {{"num_heads", params->query.heads}, {"total_q", params->query.rows}});
+  last_dim_contiguous("lse", lse);
+  writable("lse", lse);
+  apart("lse", lse, "query", query);
+  apart("lse", lse, "k_cache", k_cache);
+  apart("lse", lse, "v_cache", v_cache);
+  apart("lse", lse, "out", out);
+  params->lse = static_cast<float*>(lse.data_ptr()), params->lse_stride = lse.stride(0);
 }
 
 void check_scalars(double softmax_scale, double softcap) {
@@ -245,14 +251,12 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
   params.block_table = batch.block_table, params.block_table_stride = batch.block_table_stride;
   params.softmax_scale = static_cast<float>(softmax_scale),
   params.softcap = static_cast<float>(softcap);
-  if (lse) {
-    same_device("lse", *lse, "query", query);
-    has_dtype("lse", *lse, ScalarType::Float);
-    has_shape("lse", *lse, {{"num_heads", batch.num_heads}, {"total_q", params.query.rows}});
-    last_dim_contiguous("lse", *lse);
-    check_apart("lse", *lse,
-                {{"query", &query}, {"k_cache", &k_cache}, {"v_cache", &v_cache}, {"out", &out}});
-    params.lse = static_cast<float*>(lse->data_ptr()), params.lse_stride = lse->stride(0);
+  if (lse) check_lse(*lse, query, k_cache, v_cache, out, &params);
+  for (const auto& [name, tensor] : {std::pair{"alibi_slopes", &alibi_slopes},
+                                     {"sinks", &sinks},
+                                     {"k_scale", &k_scale},
+                                     {"v_scale", &v_scale}}) {
+    if (*tensor) same_device(name, **tensor, "query", query);
   }
   if (alibi_slopes) check_alibi(*alibi_slopes, batch, &params);
   if (sinks) params.sinks = float_vector("sinks", *sinks, {"num_heads", batch.num_heads});

@@ -77,6 +77,26 @@ PageShape page_shape(const Tensor& cache, size_t index) {
   return shape;
 }
 
+struct MergeTensors {
+  const Tensor &out_a, &lse_a, &out_b, &lse_b, &out, &lse;
+};
+
+// Each row is read before it is written, so the result may replace an input exactly, but not
+// shifted.
+void check_merge_memory(const MergeTensors& t) {
+  writable("out", t.out);
+  writable("lse", t.lse);
+  apart("out", t.out, "out_a", t.out_a, true);
+  apart("out", t.out, "out_b", t.out_b, true);
+  apart("lse", t.lse, "lse_a", t.lse_a, true);
+  apart("lse", t.lse, "lse_b", t.lse_b, true);
+  apart("out", t.out, "lse_a", t.lse_a);
+  apart("out", t.out, "lse_b", t.lse_b);
+  apart("lse", t.lse, "out_a", t.out_a);
+  apart("lse", t.lse, "out_b", t.out_b);
+  apart("lse", t.lse, "out", t.out);
+}
+
 const float* lse_data(const char* name, const Tensor& lse, int64_t heads, int64_t tokens) {
   has_dtype(name, lse, ScalarType::Float);
   has_shape(name, lse, {{"heads", heads}, {"tokens", tokens}});
@@ -103,6 +123,10 @@ void append_kv(const Tensor& key, const Tensor& value, const Tensor& k_cache, co
   params.value = rows_view(
       "value", value,
       {{"num_tokens", key.size(0)}, {"num_kv_heads", heads}, {"v_head_dim", params.v_cache.dim}});
+  writable("k_cache", k_cache);
+  writable("v_cache", v_cache);
+  apart("k_cache", k_cache, "key", key);
+  apart("v_cache", v_cache, "value", value);
   params.slots = int64_vector("slot_mapping", slot_mapping, {"num_tokens", key.size(0)});
   check_slots(params.slots, key.size(0), params.k_cache.num_pages * params.k_cache.page_size);
   backend::append_kv(params, context(k_cache));
@@ -117,6 +141,7 @@ void copy_pages(const std::vector<Tensor>& caches, const Tensor& src, const Tens
     const std::string name = text("caches[", i, "]");
     on_device(name.c_str(), caches[i]);
     same_device(name.c_str(), caches[i], "caches[0]", caches[0]);
+    writable(name.c_str(), caches[i]);
     shapes.push_back(page_shape(caches[i], i));
     check_page_ids("src", from, count, caches[i].size(0), i);
     check_page_ids("dst", to, count, caches[i].size(0), i);
@@ -146,6 +171,7 @@ void merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
   params.lse_b = lse_data("lse_b", lse_b, heads, tokens), params.lse_b_stride = lse_b.stride(0);
   params.lse = const_cast<float*>(lse_data("lse", lse, heads, tokens)),
   params.lse_stride = lse.stride(0);
+  check_merge_memory({out_a, lse_a, out_b, lse_b, out, lse});
   backend::merge_states(params, context(out_a));
 }
 
@@ -175,10 +201,6 @@ STABLE_TORCH_LIBRARY(wim_ext, m) {
 STABLE_TORCH_LIBRARY_IMPL(wim_ext, CompositeExplicitAutograd, m) {
   m.impl("plan_fields", TORCH_BOX(&wim::ops::plan_fields));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(wim_ext, CPU, m) {
-  m.impl("plan_attention", TORCH_BOX(&wim::ops::plan_attention));
-}
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(wim_ext, WIM_DISPATCH_KEY, m) {
@@ -186,4 +208,6 @@ STABLE_TORCH_LIBRARY_IMPL(wim_ext, WIM_DISPATCH_KEY, m) {
   m.impl("copy_pages", TORCH_BOX(&wim::ops::copy_pages));
   m.impl("merge_states", TORCH_BOX(&wim::ops::merge_states));
   m.impl("paged_attention", TORCH_BOX(&wim::ops::paged_attention));
+  // Works on host integers for any device; with tensors on this one it says so.
+  m.impl("plan_attention", TORCH_BOX(&wim::ops::plan_attention));
 }

@@ -37,6 +37,28 @@ int64_t row_bytes(const Tensor& tensor) {
   return high * static_cast<int64_t>(tensor.element_size());
 }
 
+// True when writing `a` may change an element of `b`.
+bool may_overlap(const Tensor& a, const Tensor& b) {
+  const auto [a_low, a_high] = extent(a);
+  const auto [b_low, b_high] = extent(b);
+  if (a_low >= b_high || b_low >= a_high) return false;
+  // Column slices of one packed buffer (query | out) interleave without touching: equal row
+  // strides, disjoint columns.
+  const int64_t stride = a.stride(0) * static_cast<int64_t>(a.element_size());
+  if (stride <= 0 || stride != b.stride(0) * static_cast<int64_t>(b.element_size())) return true;
+  const int64_t a_row = row_bytes(a), b_row = row_bytes(b);
+  const int64_t distance = ((static_cast<int64_t>(b_low - a_low) % stride) + stride) % stride;
+  return distance < a_row || distance + b_row > stride;
+}
+
+bool same_view(const Tensor& a, const Tensor& b) {
+  bool same =
+      a.data_ptr() == b.data_ptr() && a.dim() == b.dim() && a.element_size() == b.element_size();
+  for (int64_t d = 0; same && d < a.dim(); ++d)
+    same = a.size(d) == b.size(d) && a.stride(d) == b.stride(d);
+  return same;
+}
+
 }  // namespace
 
 std::string shape_text(const Tensor& tensor) {
@@ -79,12 +101,19 @@ std::string dtype_text(ScalarType dtype) {
   }
 }
 
+// An op's Tensor argument may still arrive as None.
+void is_tensor(const char* name, const Tensor& tensor) {
+  if (!tensor.defined()) value_error(name, " must be a tensor, found None");
+}
+
 void on_cpu(const char* name, const Tensor& tensor) {
+  is_tensor(name, tensor);
   if (!tensor.is_cpu()) value_error(name, " must be on the cpu, found ", device_text(tensor));
 }
 
 void same_device(const char* name, const Tensor& tensor, const char* reference_name,
                  const Tensor& reference) {
+  is_tensor(name, tensor);
   const std::string found = device_text(tensor), wanted = device_text(reference);
   if (found != wanted) {
     value_error(name, " must be on the device of ", reference_name, " (", wanted, "), found ",
@@ -193,17 +222,19 @@ const int64_t* int64_vector(const char* name, const Tensor& tensor, Dim dim) {
   return static_cast<const int64_t*>(tensor.data_ptr());
 }
 
-bool may_overlap(const Tensor& a, const Tensor& b) {
-  const auto [a_low, a_high] = extent(a);
-  const auto [b_low, b_high] = extent(b);
-  if (a_low >= b_high || b_low >= a_high) return false;
-  // Column slices of one packed buffer (query | out) interleave without touching: equal row
-  // strides, disjoint columns.
-  const int64_t stride = a.stride(0) * static_cast<int64_t>(a.element_size());
-  if (stride <= 0 || stride != b.stride(0) * static_cast<int64_t>(b.element_size())) return true;
-  const int64_t a_row = row_bytes(a), b_row = row_bytes(b);
-  const int64_t distance = ((static_cast<int64_t>(b_low - a_low) % stride) + stride) % stride;
-  return distance < a_row || distance + b_row > stride;
+void writable(const char* name, const Tensor& tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) == 0) {
+      value_error(name, " is written and must not overlap itself, found size ", tensor.size(d),
+                  " with stride 0 in dimension ", d);
+    }
+  }
+}
+
+void apart(const char* name, const Tensor& written, const char* read_name, const Tensor& read,
+           bool may_be_same) {
+  if (may_be_same && same_view(written, read)) return;
+  if (may_overlap(written, read)) value_error(name, " must not overlap ", read_name, " in memory");
 }
 
 }  // namespace wim::checks

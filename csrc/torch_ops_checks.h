@@ -47,6 +47,7 @@ std::string shape_text(const Tensor& tensor);
 std::string device_text(const Tensor& tensor);
 std::string dtype_text(ScalarType dtype);
 
+void is_tensor(const char* name, const Tensor& tensor);
 void on_cpu(const char* name, const Tensor& tensor);
 void same_device(const char* name, const Tensor& tensor, const char* reference_name,
                  const Tensor& reference);
@@ -70,7 +71,12 @@ void cache_views(const Tensor& k_cache, const Tensor& v_cache, ScalarType dtype,
 const int32_t* int32_vector(const char* name, const Tensor& tensor, Dim dim);
 const int64_t* int64_vector(const char* name, const Tensor& tensor, Dim dim);
 
-// True when writing `a` may change an element of `b`.
-bool may_overlap(const Tensor& a, const Tensor& b);
+// A tensor that is written: two of its indices must not mean the same element.
+void writable(const char* name, const Tensor& tensor);
+
+// What is written must not change what is read; with `may_be_same` the two may be the very same
+// view.
+void apart(const char* name, const Tensor& written, const char* read_name, const Tensor& read,
+           bool may_be_same = false);
 
 }  // namespace wim::checks

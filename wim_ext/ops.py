@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from wim_ext import _native  # noqa: F401  (loads torch.ops.wim_ext)
+from wim_ext import _native  # also loads torch.ops.wim_ext
 from wim_ext.plan import AttentionPlan
 
 __all__ = [
@@ -40,12 +40,27 @@ def _call(op: Any, *args: Any) -> Any:
         return op(*args)
     try:
         return op(*args)
+    except NotImplementedError as error:
+        raise _no_kernels(args) or error from None
     except RuntimeError as error:
         typed = _TYPED_ERROR.match(str(error))
         if typed is None:
             raise
         kind = ValueError if typed.group(1) == "ValueError" else IndexError
         raise kind(typed.group(2)) from None
+
+
+def _no_kernels(args: tuple[Any, ...]) -> ValueError | None:
+    """The dispatcher found no kernel for these arguments: the error that says why, if it is their
+    device."""
+    flat = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+    devices = sorted({str(t.device) for t in flat if t.device.type != "cpu"})
+    if not devices:
+        return None
+    return ValueError(
+        f"wim_ext has no kernels for tensors on {' and '.join(devices)}; its CUDA library is "
+        f"{_native.CUDA_STATUS}"
+    )
 
 
 def append_kv(
@@ -419,14 +434,21 @@ def cpu_kernels() -> tuple[list[str], list[str], str, str]:
     return built, available, _call(_ops.cpu_isa), _ops.cpu_isa_reason()
 
 
+# What the dispatcher calls instead of a kernel under torch.compile, and when some tensor is on the
+# meta device; so a mix of meta with real tensors is caught here, not in C++.
+
+
 def _append_kv_fake(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     _same_device(k_cache=k_cache, v_cache=v_cache, key=key, value=value)
+    _on_host(k_cache, slot_mapping=slot_mapping)
 
 
 def _copy_pages_fake(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
-    pass
+    _same_device(**{f"caches[{i}]": cache for i, cache in enumerate(caches)})
+    if caches:
+        _on_host(caches[0], src=src, dst=dst)
 
 
 def _merge_states_fake(
@@ -436,25 +458,48 @@ def _merge_states_fake(
 
 
 def _paged_attention_fake(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    plan: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    *options: Any,
 ) -> None:
-    _same_device(query=query, k_cache=k_cache, v_cache=v_cache)
+    written = {"out": out} if lse is None else {"out": out, "lse": lse}
+    _same_device(query=query, k_cache=k_cache, v_cache=v_cache, **written)
+    tables = {"block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
+    _on_host(query, **tables)
+    if plan is not None:
+        _on_host(query, plan=plan)
 
 
-def _plan_attention_fake(block_table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _plan_attention_fake(
+    block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, *options: Any
+) -> Tensor:
+    _same_device(block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
     ints = torch.library.get_ctx().new_dynamic_size()  # depends on the lengths and on the pages
     return block_table.new_empty(ints, dtype=torch.int32)
 
 
 def _same_device(**tensors: Tensor) -> None:
-    """Tensors on the meta device reach only the fakes, so a mix with real ones is caught here."""
-    (first_name, first), *rest = tensors.items()
-    for name, tensor in rest:
+    for name, tensor in tensors.items():
+        first_name, first = next(iter(tensors.items()))
         if tensor.device != first.device:
             raise ValueError(
                 f"{name} must be on the device of {first_name} ({first.device}), "
                 f"found {tensor.device}"
             )
+
+
+def _on_host(reference: Tensor, **tensors: Tensor) -> None:
+    """Integers that C++ reads; on the meta device with everything else, where nothing is read."""
+    for name, tensor in tensors.items():
+        if tensor.device.type not in ("cpu", reference.device.type):
+            raise ValueError(f"{name} must be on the cpu, found {tensor.device}")
 
 
 for _name, _fake in (
