@@ -111,7 +111,7 @@ class Result:
 
 @dataclass(frozen=True)
 class ReadingStarted:
-    """First event. `tokens` and `segments` of the document; `work` in token pairs (see Progress)."""
+    """First event: how much there is to read; `work` is in the units of `Progress`."""
 
     tokens: int
     segments: int
@@ -163,6 +163,4 @@ class Finished:
     result: Result
 
 
-Event: TypeAlias = (
-    ReadingStarted | Progress | SegmentRead | MarginWritten | AnswerToken | Finished
-)
+Event: TypeAlias = ReadingStarted | Progress | SegmentRead | MarginWritten | AnswerToken | Finished

@@ -9,6 +9,9 @@ from torch import Tensor
 
 __all__ = ["Sampler", "Sampling"]
 
+# A prime above any number of segments: (seed, stream) pairs do not meet.
+_STREAMS = 1_000_003
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -44,15 +47,19 @@ class Sampling:
 
 
 class Sampler:
-    """The random state of one request."""
+    """The random state of one generated text.
 
-    def __init__(self, sampling: Sampling) -> None:
+    Each margin and the answer have a `stream` of their own, so that what is drawn for one does
+    not depend on the order in which they are generated.
+    """
+
+    def __init__(self, sampling: Sampling, stream: int = 0) -> None:
         self.sampling = sampling
         self._generator = torch.Generator(device="cpu")
         if sampling.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed)
+            self._generator.manual_seed((sampling.seed * _STREAMS + stream) % (1 << 63))
 
     def choose(self, logits: Tensor, step: str) -> int:
         """The next token's id from one row of logits, [vocab].

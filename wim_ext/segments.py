@@ -56,9 +56,7 @@ def segment_tokens(text: str, encoded: EncodedText, limit: int) -> list[Segment]
     ]
 
 
-def _next_cut(
-    text: str, offsets: list[tuple[int, int]], begin: int, total: int, limit: int
-) -> int:
+def _next_cut(text: str, offsets: list[tuple[int, int]], begin: int, total: int, limit: int) -> int:
     left = total - begin
     if left <= limit:
         return total
