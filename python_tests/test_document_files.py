@@ -118,7 +118,7 @@ def test_a_span_inside_a_separator_belongs_to_no_document(tmp_path: Path) -> Non
 def test_citations_point_at_the_cited_characters(texts: list[str], data: st.DataObject) -> None:
     def one(name: str, _stdin: object) -> document_formats.DocumentText:
         text = texts[int(name)]
-        return document_formats.DocumentText(text, "line", document_formats._line_starts(text))
+        return document_formats.DocumentText.of_lines(text)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_files, "_read_one", one)

@@ -44,6 +44,7 @@ class Relevance(str, Enum):
     fused = "fused"
     separate = "separate"
     logit = "logit"
+    likelihood = "likelihood"
 
 
 class Use(str, Enum):

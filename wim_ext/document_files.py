@@ -27,7 +27,7 @@ from wim_ext.document_formats import (
     refusal,
 )
 
-__all__ = ["Citation", "SourceFile", "Sources", "read_documents"]
+__all__ = ["Citation", "SourceFile", "Sources", "join_documents", "read_documents"]
 
 STDIN_NAME = "standard input"
 
@@ -116,10 +116,11 @@ def read_documents(
     if names.count("-") > 1:
         raise ValueError("paths: '-' (standard input) can be given once only")
     documents = [_read_one(name, stdin) for name in names]
-    return _join([STDIN_NAME if name == "-" else name for name in names], documents)
+    return join_documents([STDIN_NAME if name == "-" else name for name in names], documents)
 
 
-def _join(names: Sequence[str], documents: Sequence[DocumentText]) -> Sources:
+def join_documents(names: Sequence[str], documents: Sequence[DocumentText]) -> Sources:
+    """Joins texts that are there already, as `read_documents` does."""
     pieces: list[str] = []
     files = []
     offset = 0

@@ -49,6 +49,10 @@ class DocumentText:
     unit: Unit
     starts: tuple[int, ...]
 
+    @classmethod
+    def of_lines(cls, text: str) -> DocumentText:
+        return cls(text, "line", _line_starts(text))
+
 
 def document_text(data: bytes, name: str) -> DocumentText:
     """The text of a document called `name`: its first bytes decide the format, then its ending.
@@ -65,7 +69,7 @@ def document_text(data: bytes, name: str) -> DocumentText:
     text = _html_text(data, name) if ending in _HTML_ENDINGS else _decode(data, name)
     if not text.strip():
         raise refusal(name, "the document is empty")
-    return DocumentText(text, "line", _line_starts(text))
+    return DocumentText.of_lines(text)
 
 
 def refusal(name: str, reason: str) -> DocumentFileError:

@@ -141,27 +141,38 @@ def _model_cache() -> str:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The facts as lines of ``name  value``, indented where they belong to something."""
-    return "\n".join(_lines(facts, 0))
+    """The facts for people: a section a part, a line a fact."""
+    sections = []
+    for title, part in facts.items():
+        lines = _environment_lines(part) if title == "environment" else _lines(part)
+        sections.append("\n".join([title.replace("_", " "), *(f"  {line}" for line in lines)]))
+    return "\n".join(sections)
 
 
-def _lines(facts: dict[str, Any], depth: int) -> list[str]:
+def _environment_lines(values: dict[str, str | None]) -> list[str]:
+    return [
+        f"{name:<20}{f'not set ({ENVIRONMENT[name]})' if value is None else value}"
+        for name, value in values.items()
+    ]
+
+
+def _lines(part: Any) -> list[str]:
+    if isinstance(part, list):
+        return [", ".join(map(_text, device.values())) for device in part]
+    if not isinstance(part, dict):
+        return [_text(part)]
     lines = []
-    for name, value in facts.items():
-        label = "  " * depth + name.replace("_", " ")
-        if depth and facts is not None and name in ENVIRONMENT:
-            label = "  " * depth + name
+    for name, value in part.items():
         if isinstance(value, dict):
-            lines += [label, *_lines(value, depth + 1)]
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            shown = ["  " * (depth + 1) + ", ".join(map(str, item.values())) for item in value]
-            lines += [label, *shown]
+            lines += [f"{name}: {key.replace('_', ' ')}: {_text(v)}" for key, v in value.items()]
         else:
-            lines.append(f"{label:<24}{_value(value)}")
+            lines.append(
+                f"{name.replace('_', ' ') if name != 'wim_ext' else name:<20}{_text(value)}"
+            )
     return lines
 
 
-def _value(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    return "-" if value is None else str(value)
+        return ", ".join(map(str, value)) or "none"
+    return "unknown" if value is None else str(value)
