@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -73,6 +75,14 @@ FAULTS: dict[str, dict[str, str]] = {
         "the high water is the present": "stats().used_pages"
     },
 }
+# What check_integrity says of books that a fault has broken.
+BROKEN_BOOKS = {
+    "fork takes no reference": "page table: page 0 has 2 holders but a count of 1",
+    "rollback keeps a page too many": r"page table: sequence \d+ of 3 tokens holds 2 pages",
+    "a shared page is freed": "page table: free page 1 is held or free twice",
+    "a page is never freed": "page table: 1 held and 5 free pages are not 8",
+    "a copy keeps the old reference": "page table: page 1 has 1 holders but a count of 2",
+}
 NAMES = ["none", *(name for group in FAULTS.values() for name in group)]
 
 
@@ -112,7 +122,8 @@ def build(folder: Path) -> Path:
     return library
 
 
-def walk_with(library: Path, fault: int) -> None:
+def load(library: Path, fault: int) -> None:
+    """Puts the faulty table in the place of the real one."""
     os.environ["PLANTED_FAULT"] = str(fault)
     # Another package: pybind11 hands out the loaded module again for a name that it knows.
     spec = importlib.util.spec_from_file_location("planted._C", library)
@@ -122,6 +133,10 @@ def walk_with(library: Path, fault: int) -> None:
     spec.loader.exec_module(module)
     assert module.version == "mutant"
     _native.PageTable = module.PageTable
+
+
+def walk_with(library: Path, fault: int) -> None:
+    load(library, fault)
     for seed in range(NUM_WALKS):
         rng = random.Random(seed)
         walk = CacheWalk(rng.choice((4, 8, 16, 32)), rng.choice((3, 4, 8)))
@@ -131,16 +146,44 @@ def walk_with(library: Path, fault: int) -> None:
         walk.finish()
 
 
-def survives(library: Path, fault: int) -> bool:
-    """Whether a forked child gets through the walk."""
+def keep_books_with(library: Path, fault: int) -> None:
+    """Ends well if the integrity check has the right words for this fault's first trace."""
+    load(library, fault)
+    table = _native.PageTable(8, 4)
+    try:
+        trunk = table.create()
+        table.apply(table.prepare([(trunk, 6)]))
+        branch = table.fork(trunk)
+        table.check_integrity()
+        table.apply(table.prepare([(trunk, 1), (branch, 1)]))
+        table.check_integrity()
+        table.release(table.fork(trunk))
+        table.check_integrity()
+        table.release(branch)
+        table.rollback(trunk, 3)
+        table.check_integrity()
+    except RuntimeError as error:
+        found = str(error)
+    else:
+        found = "nothing"
+    wanted = BROKEN_BOOKS[NAMES[fault]]
+    if not re.fullmatch(wanted, found):
+        raise AssertionError(f"{NAMES[fault]}: the check says {found!r}, not {wanted!r}")
+
+
+def ends_well(job: Callable[[Path, int], None], library: Path, fault: int) -> bool:
+    """Whether a forked child gets through the job."""
     child = os.fork()
     if child == 0:
         signal.alarm(SECONDS_PER_FAULT)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        if job is walk_with:  # its failures are what is wanted
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         status = 1
         try:
-            walk_with(library, fault)
+            job(library, fault)
             status = 0
+        except AssertionError as error:
+            print(error, file=sys.stderr)
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1] == 0
@@ -150,11 +193,13 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
-        survivors = [name for i, name in enumerate(NAMES) if survives(library, i)]
+        survivors = [name for i, name in enumerate(NAMES) if ends_well(walk_with, library, i)]
+        words = [ends_well(keep_books_with, library, NAMES.index(name)) for name in BROKEN_BOOKS]
     for name in survivors:
         print(f"passes the walk: {name}")
     print(f"{len(NAMES) - 1} faults, {len(survivors) - ('none' in survivors)} not caught")
-    return int(survivors != ["none"])
+    print(f"{words.count(False)} of {len(words)} integrity texts wrong")
+    return int(survivors != ["none"] or not all(words))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,8 @@ class Sequence:
         self.release()
 
     def __del__(self) -> None:
-        self._table.abandoned.append(self._handle)
+        if hasattr(self, "_handle"):  # else interrupted before it was anything
+            self._table.abandoned.append(self._handle)
 
     def __reduce__(self) -> str:
         # A copy would share the handle, and the end of either would end both.
