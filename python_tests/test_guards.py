@@ -29,6 +29,8 @@ REFUSED = {
     "AttentionInterface; the others keep a state of their own",
     "lfm2": "Lfm2ForCausalLM: 1 of 2 layers attend through transformers' "
     "AttentionInterface; the others keep a state of their own",
+    "mamba": "MambaForCausalLM: 0 of 2 layers attend through transformers' "
+    "AttentionInterface; the others keep a state of their own",
 }
 
 
@@ -260,7 +262,7 @@ class TestTheProbe:
     def test_rows_that_are_not_finite(self) -> None:
         hf_model = make("llama")
         hf_model.model.norm.weight.data[0] = float("nan")
-        with pytest.raises(ModelNotSupported, match=r"relative error inf, allowed 1e-03"):
+        with pytest.raises(ModelNotSupported, match=r"relative error inf, allowed 1e-04"):
             paged(hf_model)
 
     def test_half_precision_passes(self) -> None:

@@ -163,8 +163,12 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("Qwen3NextConfig", _NEXT),
     "lfm2": ("Lfm2Config", {**_LLAMA, "layer_types": ["conv", "full_attention"]}),
+    "mamba": (
+        "MambaConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    ),
 }
-RECURRENT = ("qwen3_next", "lfm2")
+RECURRENT = ("qwen3_next", "lfm2", "mamba")
 
 
 def make(name: str, **changes: Any) -> Any:

@@ -126,6 +126,8 @@ class FallbackModel:
                 input_ids=ids, use_cache=True, **{str(self._cache_name): cache}, **options
             )
             cache = getattr(output, str(self._cache_name), None)
+            if cache is None:
+                raise ModelNotSupported("the model does not give its cache back")
             rows.append(output.logits[0, output.logits.shape[1] - wanted :])
         if not rows:
             rows.append(torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device))
