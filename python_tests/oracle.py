@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from cases import Case, Inputs, build
@@ -13,11 +14,14 @@ from torch import Tensor
 from wim_ext import reference
 
 
+SLOW_FLOPS = 200_000_000
+
+
 @dataclass(frozen=True)
 class Expected:
     out: Tensor  # [total_q, num_heads, v_head_dim] float64
     lse: Tensor  # [num_heads, total_q] float64
-    naive: Tensor | None  # float32 cases: what plain float32 arithmetic makes of it
+    naive: tuple[Tensor, ...]  # float32 cases: what plain float32 arithmetic makes of it
     keys_seen: Tensor  # [total_q]
 
 
@@ -31,12 +35,32 @@ def expected_of(inputs: Inputs) -> Expected:
         out, lse = reference.paged_attention(
             *inputs.args, **inputs.options, return_lse=True, out_dtype=torch.float64
         )
-        naive = None
-        if inputs.case.dtype == torch.float32:
-            naive = reference.paged_attention(
-                *inputs.args, **inputs.options, compute_dtype=torch.float32
-            )
+        naive = _naive(inputs) if inputs.case.dtype == torch.float32 else ()
     return Expected(out, lse, naive, inputs.keys_seen)
+
+
+def _naive(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The reference in float32, with dot products summed in blocks (as a BLAS does) and one by one
+    (as a loop does): neither is always the better one, where there are few sums to draw from."""
+
+    def attend() -> Tensor:
+        out, _ = reference.paged_attention(
+            *inputs.args, **inputs.options, return_lse=True, compute_dtype=torch.float32
+        )
+        return out
+
+    in_blocks = attend()
+    if inputs.case.flops > SLOW_FLOPS:
+        return (in_blocks,)
+    with mock.patch.object(reference, "_dot", _dot_one_by_one):
+        return in_blocks, attend()
+
+
+def _dot_one_by_one(q: Tensor, k: Tensor) -> Tensor:
+    total = q.new_zeros(q.shape[0], q.shape[1], k.shape[0])
+    for d in range(q.shape[-1]):
+        total += q[:, :, d, None] * k[:, d]
+    return total
 
 
 def assert_right(want: Expected, out: Tensor, lse: Tensor | None) -> None:

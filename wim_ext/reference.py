@@ -236,7 +236,7 @@ def _attend_one_kv_head(
         keys = torch.arange(low, high)
         k = _gather(k_pages, page_ids, keys).to(q.dtype)
         v = _gather(v_pages, page_ids, keys).to(q.dtype)
-        scores = scale * torch.einsum("rgd,kd->rgk", q[rows], k)
+        scores = scale * _dot(q[rows], k)
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         if slopes is not None:
@@ -256,6 +256,11 @@ def _attend_one_kv_head(
         out[rows][has_key] = (torch.matmul(weight, v) / total[..., None])[has_key]
         lse[rows][has_key] = (largest + total.log())[has_key]
     return out, lse
+
+
+def _dot(q: Tensor, k: Tensor) -> Tensor:
+    """[rows, group, head_dim] and [keys, head_dim] to [rows, group, keys]."""
+    return torch.einsum("rgd,kd->rgk", q, k)
 
 
 def _row_groups(
