@@ -30,11 +30,30 @@ std::pair<uintptr_t, uintptr_t> extent(const Tensor& tensor) {
   return {base + low * bytes, base + high * bytes};
 }
 
-// Bytes that one index of the first dimension spans.
-int64_t row_bytes(const Tensor& tensor) {
-  int64_t high = 1;
-  for (int64_t d = 1; d < tensor.dim(); ++d) high += (tensor.size(d) - 1) * tensor.stride(d);
-  return high * static_cast<int64_t>(tensor.element_size());
+// Seen modulo `period` elements: how many elements the dimensions with smaller strides span, or -1
+// if a larger stride is no multiple of the period.
+int64_t span_within(const Tensor& tensor, int64_t period) {
+  int64_t span = 1;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) <= 1) continue;
+    const int64_t stride = tensor.stride(d);
+    if (stride < 0 || (stride >= period && stride % period != 0)) return -1;
+    if (stride < period) span += (tensor.size(d) - 1) * stride;
+  }
+  return span;
+}
+
+// Slices of one packed buffer (query | out) interleave without touching: there is a stride modulo
+// which they lie in disjoint intervals.
+bool interleaved(const Tensor& a, const Tensor& b, int64_t distance) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    const int64_t period = a.stride(d);
+    if (a.size(d) <= 1 || period <= 1) continue;
+    const int64_t a_span = span_within(a, period), b_span = span_within(b, period);
+    const int64_t offset = ((distance % period) + period) % period;
+    if (a_span > 0 && b_span > 0 && a_span <= offset && offset + b_span <= period) return true;
+  }
+  return false;
 }
 
 // True when writing `a` may change an element of `b`.
@@ -42,13 +61,10 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
   const auto [a_low, a_high] = extent(a);
   const auto [b_low, b_high] = extent(b);
   if (a_low >= b_high || b_low >= a_high) return false;
-  // Column slices of one packed buffer (query | out) interleave without touching: equal row
-  // strides, disjoint columns.
-  const int64_t stride = a.stride(0) * static_cast<int64_t>(a.element_size());
-  if (stride <= 0 || stride != b.stride(0) * static_cast<int64_t>(b.element_size())) return true;
-  const int64_t a_row = row_bytes(a), b_row = row_bytes(b);
-  const int64_t distance = ((static_cast<int64_t>(b_low - a_low) % stride) + stride) % stride;
-  return distance < a_row || distance + b_row > stride;
+  const auto bytes = static_cast<int64_t>(a.element_size());
+  const auto distance = static_cast<int64_t>(b_low - a_low);
+  return a.element_size() != b.element_size() || distance % bytes != 0 ||
+         !interleaved(a, b, distance / bytes);
 }
 
 bool same_view(const Tensor& a, const Tensor& b) {

@@ -89,7 +89,7 @@ class PlanArrays:
 
 
 def check_plan(plan: AttentionPlan, batch: Batch) -> PlanArrays:
-    """Every visible (row, key) once, nothing else, on the row's own pages, in the order that keeps
+    """Every visible (row, key) once, nothing else, on its own pages, in the order that keeps
     results bitwise equal; slots and combine lists that fit; a report that tells the truth."""
     arrays = PlanArrays(plan)
     pieces: dict[int, list[Row]] = defaultdict(list)
