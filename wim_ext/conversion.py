@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,10 @@ _VERSION = 1  # of what a converted folder holds; counts up when that changes
 _SEAL = "wim_ext.json"
 _SAMPLE = 1 << 20
 _ABANDONED_AFTER_S = 3600
+
+# transformers changes global state while it loads (default device, initialisers, progress bars): a
+# second load beside it gets weights on the meta device.
+_one_at_a_time = threading.RLock()
 
 
 def cache_dir() -> Path:
@@ -59,8 +64,13 @@ def converted(gguf: Path, report: Callable[[str], None]) -> Path:
         OSError: the folder cannot be written; the text names WIM_CACHE_DIR.
     """
     folder = cache_dir() / "models" / f"{gguf.stem}-{_fingerprint(gguf)}"
-    if _is_whole(folder):
-        return folder
+    with _one_at_a_time:
+        if not _is_whole(folder):
+            _make(gguf, folder, report)
+    return folder
+
+
+def _make(gguf: Path, folder: Path, report: Callable[[str], None]) -> None:
     report(f"converting {gguf.name}; this happens once and takes about half a minute")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +86,6 @@ def converted(gguf: Path, report: Callable[[str], None]) -> Path:
             f"the converted model cannot be kept in {folder.parent} ({error}); "
             "set WIM_CACHE_DIR to a folder that can be written and has room"
         ) from error
-    return folder
 
 
 def _fingerprint(gguf: Path) -> str:
@@ -166,15 +175,24 @@ def _remove_abandoned(parent: Path) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and its advice about packed GGUF weights off the screen."""
+    """Keeps transformers' progress bars and its advice about packed GGUF weights off the screen.
+
+    Loads inside it take turns.
+    """
+    with _one_at_a_time, _bars_off():
+        yield
+
+
+@contextmanager
+def _bars_off() -> Iterator[None]:
     logging: Any = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     gguf_reader: Any = modeling_gguf_pytorch_utils  # has a bar of its own
     tqdm = gguf_reader.tqdm
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    gguf_reader.tqdm = partial(tqdm, disable=True)
     try:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        gguf_reader.tqdm = partial(tqdm, disable=True)
         yield
     finally:
         gguf_reader.tqdm = tqdm
