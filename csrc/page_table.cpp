@@ -14,6 +14,12 @@ std::string str(std::int64_t value) { return std::to_string(value); }
 
 [[noreturn]] void reject(const std::string& text) { throw std::invalid_argument(text); }
 
+[[noreturn]] void reject_stale(SequenceHandle handle, const std::string& name) {
+  throw StaleSequence(name + "sequence " + str(handle) +
+                      " is not alive here: it was released, consumed by a commit, or belongs to "
+                      "another cache");
+}
+
 // Room for `size` elements without giving up amortised growth.
 template <typename T>
 void make_room(std::vector<T>& vector, std::int64_t size) {
@@ -50,10 +56,7 @@ bool PageTable::alive(SequenceHandle handle) const {
 }
 
 const PageTable::Sequence& PageTable::at(SequenceHandle handle) const {
-  if (!alive(handle))
-    throw StaleSequence("sequence " + str(handle) +
-                        " is not alive here: it was released, consumed by a commit, or belongs to "
-                        "another cache");
+  if (!alive(handle)) reject_stale(handle, "");
   return sequences_[handle & (kMaxEntries - 1)];
 }
 
@@ -167,6 +170,7 @@ void PageTable::release(SequenceHandle handle) { retire(at(handle)); }
 
 void PageTable::commit(SequenceHandle trunk_handle, SequenceHandle branch_handle) {
   Sequence& trunk = at(trunk_handle);
+  if (!alive(branch_handle)) reject_stale(branch_handle, "branch: ");
   Sequence& branch = at(branch_handle);
   if (branch.parent != trunk_handle) reject("branch: it was not forked from this sequence");
   const std::string point = "token " + str(branch.fork_length) + ", where the branch was forked";
@@ -187,13 +191,14 @@ void PageTable::enlist(const std::vector<Append>& work) {
   ++draft_;
   std::int64_t total = 0;
   for (std::size_t i = 0; i < work.size(); ++i) {
-    const std::string name = "work[" + str(i) + "]";
+    const auto name = [i] { return "work[" + str(i) + "]: "; };
+    if (!alive(work[i].sequence)) reject_stale(work[i].sequence, name());
     Sequence& sequence = at(work[i].sequence);
-    if (sequence.draft == draft_) reject(name + ": the sequence is named twice in one request");
+    if (sequence.draft == draft_) reject(name() + "the sequence is named twice in one request");
     // Lengths and row offsets are int32 for the kernels.
     const std::int64_t most = kMaxInt32 - std::max(sequence.length, total);
     if (work[i].count < 0 || work[i].count > most)
-      reject(name + ": count = " + str(work[i].count) + ": must be 0.." + str(most));
+      reject(name() + "count = " + str(work[i].count) + ": must be 0.." + str(most));
     sequence.draft = draft_;
     total += work[i].count;
   }

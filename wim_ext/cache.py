@@ -279,7 +279,7 @@ class PagedKVCache:
         for i, (sequence, count) in enumerate(work):
             if not isinstance(sequence, Sequence):
                 raise ValueError(f"work[{i}]: {sequence!r} is not a Sequence")
-            handle = sequence.check_belongs_to(self._table, f"work[{i}]")
+            handle = sequence.handle_in(self._table, f"work[{i}]")
             request.append((handle, as_int64(count, f"work[{i}]: count")))
         return request
 

@@ -134,12 +134,11 @@ class Sequence:
             where it was forked (roll it back first), or one of them was rolled back below that
             token since.
         """
-        self.check_belongs_to(self._table, "self")
         if not isinstance(branch, Sequence):
             raise ValueError(f"branch = {branch!r}: must be a Sequence")
-        branch.check_belongs_to(self._table, "branch")
+        handle = branch.handle_in(self._table, "branch")
         with self._table.lock:
-            self._table.get().commit(self._handle, branch._handle)
+            self._table.get().commit(self._handle, handle)
 
     def release(self) -> None:
         """Ends the sequence and frees the pages that nobody else holds. Again does nothing."""
@@ -148,18 +147,16 @@ class Sequence:
             if table.alive(self._handle):
                 table.release(self._handle)
 
-    def check_belongs_to(self, table: LockedPageTable, name: str) -> int:
-        """The handle of a sequence that is alive in `table`.
+    def handle_in(self, table: LockedPageTable, name: str) -> int:
+        """What `table` knows the sequence by, for argument `name`; it may have ended.
 
         Raises
         ------
         StaleSequenceError
-            It has ended or belongs to another cache.
+            The sequence belongs to another cache.
         """
         if self._table is not table:
             raise StaleSequenceError(f"{name}: the sequence belongs to another cache")
-        if self.released:
-            raise StaleSequenceError(f"{name}: the sequence was released or committed")
         return self._handle
 
     def __enter__(self) -> Sequence:
