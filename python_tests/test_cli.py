@@ -290,10 +290,15 @@ def test_faults_of_ours_keep_their_traceback(engine: FakeEngine, town: str) -> N
 def test_warnings_are_notes(engine: FakeEngine, town: str) -> None:
     import warnings
 
-    engine.on_event = lambda event: warnings.warn("slower path", stacklevel=1)
+    def warn(event: object) -> None:
+        warnings.warn("slower path", stacklevel=1)
+        warnings.warn("an argument will go", FutureWarning, stacklevel=1)
+
+    engine.on_event = warn
     done = invoke("answer", town, *QUESTION)
     assert "note: slower path\n" in done.stderr
     assert "UserWarning" not in done.stderr
+    assert "an argument will go" not in done.stderr
 
 
 def test_defaults_are_those_of_the_library() -> None:

@@ -63,7 +63,7 @@ def test_counters_add_up_and_nothing_is_read_twice(tiny: str, story: str) -> Non
 def test_every_mode_runs(tiny: str, story: str, relevance: str, use: str) -> None:
     done = answer(story, tiny, "--relevance", relevance, "--use", use)
     assert done.exit_code == 0, done.output
-    assert "float32 on cpu, 1 threads" in done.stderr
+    assert "float32 on cpu, 1 thread\n" in done.stderr
     assert "of 4 margins relevant" in done.stderr
 
 

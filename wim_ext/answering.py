@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from wim_ext.console import Display
+from wim_ext.console import Display, count
 from wim_ext.document_files import Sources
 from wim_ext.events import AnswerToken, Event, Finished, Result
 from wim_ext.info import versions
@@ -52,8 +52,9 @@ def open_engine(request: Request, note: Callable[[str], None]) -> Any:
         torch.set_num_threads(request.threads)
     loaded = load(request.model, request.dtype, request.device, on_progress=note)
     dtype = str(loaded.dtype).removeprefix("torch.")
-    threads = f", {torch.get_num_threads()} threads" if loaded.device.type == "cpu" else ""
-    note(f"Model: {loaded.name}, {dtype} on {loaded.device}{threads}")
+    threads = count(torch.get_num_threads(), "thread")
+    on_cpu = f", {threads}" if loaded.device.type == "cpu" else ""
+    note(f"Model: {loaded.name}, {dtype} on {loaded.device}{on_cpu}")
     return WritingInTheMargins(
         loaded.model,
         loaded.tokenizer,
@@ -120,9 +121,14 @@ def _events(
 
 @contextmanager
 def _warnings_to(note: Callable[[str], None]) -> Iterator[None]:
-    """Shows warnings (a fallback, say) as notes instead of with a source line of ours."""
+    """Shows warnings to users (a fallback, say) as notes; those to programmers not at all."""
+
+    def show(message: Warning | str, category: type[Warning], *_args: Any, **_named: Any) -> None:
+        if issubclass(category, UserWarning):
+            note(one_line(f"note: {message}"))
+
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_args, **_kwargs: note(one_line(f"note: {message}"))
+        warnings.showwarning = show
         yield
 
 
@@ -149,6 +155,7 @@ def result_object(result: Result, sources: Sources, request: Request) -> dict[st
 
 
 def margin_object(margin: Any, sources: Sources) -> dict[str, Any]:
+    """A margin as plain values, with the pieces of documents that it was written about."""
     cited = [
         {"document": c.name, "span": c.span, "unit": c.unit, "first": c.first, "last": c.last}
         for c in sources.cite(margin.span)

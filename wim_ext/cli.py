@@ -41,6 +41,8 @@ app = typer.Typer(
 
 
 class Relevance(str, Enum):
+    """The named modes of `wim_ext.relevance`."""
+
     fused = "fused"
     separate = "separate"
     logit = "logit"
@@ -48,12 +50,16 @@ class Relevance(str, Enum):
 
 
 class Use(str, Enum):
+    """What the answer sees."""
+
     both = "context+margins"
     margins = "margins"
     context = "context"
 
 
 class DType(str, Enum):
+    """What the model computes in."""
+
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"

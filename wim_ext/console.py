@@ -233,6 +233,7 @@ def choose_display(
 
 
 def reading_text(event: ReadingStarted, sources: Sources) -> str:
+    """What is about to be read, in one line."""
     names = [one_line(file.name) for file in sources.files]
     shown = names[0] if len(names) == 1 else f"{len(names)} documents"
     return f"Reading {shown}: {event.tokens:,} tokens in {count(event.segments, 'segment')}"
@@ -272,4 +273,5 @@ def numbers(result: Result) -> str:
 
 
 def count(number: int, noun: str) -> str:
+    """A number and its noun, in the plural where it is one."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

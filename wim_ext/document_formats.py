@@ -51,6 +51,7 @@ class DocumentText:
 
     @classmethod
     def of_lines(cls, text: str) -> DocumentText:
+        """Of a text that is there already."""
         return cls(text, "line", _line_starts(text))
 
 
@@ -73,6 +74,7 @@ def document_text(data: bytes, name: str) -> DocumentText:
 
 
 def refusal(name: str, reason: str) -> DocumentFileError:
+    """The error that refuses the document called `name`."""
     return DocumentFileError(f"{printable(name) or repr(name)}: {reason}")
 
 
