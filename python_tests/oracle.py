@@ -13,7 +13,6 @@ from torch import Tensor
 
 from wim_ext import reference
 
-
 SLOW_FLOPS = 200_000_000
 
 
