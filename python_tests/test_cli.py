@@ -125,7 +125,7 @@ def test_standard_input_and_several_documents(engine: FakeEngine, town: str) -> 
     result = json.loads(done.stdout)
     assert [d["name"] for d in result["documents"]] == [town, "standard input"]
     assert result["margins"][-1]["sources"][-1]["document"] == "standard input"
-    assert "===== standard input =====" in engine.asked[0][0]
+    assert "Document: standard input\n" in engine.asked[0][0]
 
 
 def test_json(engine: FakeEngine, town: str) -> None:

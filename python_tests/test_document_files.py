@@ -78,13 +78,13 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_documents_are_joined_visibly(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.txt", "alpha\n"), write(tmp_path / "b.txt", "beta\ngamma\n")
     sources = read_documents([a, b])
-    assert sources.text == f"===== {a} =====\n\nalpha\n\n\n===== {b} =====\n\nbeta\ngamma\n"
+    assert sources.text == f"Document: {a}\n\nalpha\n\n\nDocument: {b}\n\nbeta\ngamma\n\n\n"
     for file, text in zip(sources.files, ("alpha\n", "beta\ngamma\n"), strict=True):
         assert sources.text[slice(*file.span)] == text
 
 
 def test_a_name_cannot_forge_a_separator(tmp_path: Path) -> None:
-    evil = write(tmp_path / "a\n\n===== b =====\n\x1b[31m.txt", "alpha")
+    evil = write(tmp_path / "a\n\nDocument: b\n\x1b[31m.txt", "alpha")
     sources = read_documents([evil, write(tmp_path / "c.txt", "x")])
     header = sources.text[: sources.files[0].span[0]]
     assert header.count("\n") == 2

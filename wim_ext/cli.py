@@ -169,10 +169,11 @@ def demo(
     with _errors_told(as_json):
         from wim_ext.demo import demo_request, demo_sources
 
+        sources = demo_sources()
         request = demo_request(model=model, dtype=dtype.value, device=device, threads=threads)
         if not (as_json or quiet):
             typer.echo(f"Question: {request.question}", err=True)
-        _run(demo_sources(), request, as_json, False, quiet)
+        _run(sources, request, as_json, False, quiet)
 
 
 @app.command()

@@ -6,30 +6,51 @@ from importlib import import_module
 from typing import Any
 
 from wim_ext.answering import Request
-from wim_ext.document_files import Sources, join_documents
+from wim_ext.document_files import SourceFile, Sources
 from wim_ext.document_formats import DocumentText
+from wim_ext.errors import DocumentFileError
 
 __all__ = ["QUESTION", "TOPICS", "demo_request", "demo_sources"]
 
-# Topics that every supported Python has, about 4,000 tokens in all. One of them answers.
-TOPICS = ("assert", "lambda", "with", "raise", "booleans", "global")
-QUESTION = "What does the with statement do?"
+# Pages of the language reference, about 3,600 tokens together, in no order that gives the answer
+# away. They have hardly changed since Python 3.8.
+TOPICS = (
+    *("break", "truth", "global", "power", "with", "shifting"),
+    *("integers", "return", "lambda", "assert", "nonlocal", "yield"),
+)
+QUESTION = "What error is raised when 0.0 is raised to a negative power?"
 
 
 def demo_sources() -> Sources:
-    """The help texts as documents called ``help(topic)``."""
-    topics = import_module("pydoc_data.topics").topics
-    documents = [DocumentText.of_lines(str(topics[name])) for name in TOPICS]
-    return join_documents([f"help('{name}')" for name in TOPICS], documents)
+    """The pages one after the other, as in a manual; each has its own name for citations.
+
+    Raises:
+        DocumentFileError: this Python came without its help texts.
+    """
+    try:
+        topics = import_module("pydoc_data.topics").topics
+    except ImportError as error:
+        raise DocumentFileError(
+            "this Python came without its help texts (pydoc_data); "
+            "ask about a document of yours with: wim answer FILE --question QUESTION"
+        ) from error
+    text = ""
+    files = []
+    for name in TOPICS:
+        page = DocumentText.of_lines(str(topics[name]).strip() + "\n")
+        span = (len(text), len(text) + len(page.text))
+        files.append(SourceFile(f"help('{name}')", span, page.unit, page.starts))
+        text += page.text + "\n"
+    return Sources(text, tuple(files))
 
 
 def demo_request(**options: Any) -> Request:
     """The question, with settings that suit the built-in model of 135 million parameters."""
     return Request(
         question=QUESTION,
-        segment_tokens=512,
+        segment_tokens=400,
         max_margin_tokens=48,
-        max_answer_tokens=64,
+        max_answer_tokens=48,
         relevance="likelihood",
         **options,
     )

@@ -26,6 +26,7 @@ from wim_ext.document_formats import (
     printable,
     refusal,
 )
+from wim_ext.segments import Context
 
 __all__ = ["Citation", "SourceFile", "Sources", "join_documents", "read_documents"]
 
@@ -103,8 +104,8 @@ def read_documents(
 ) -> Sources:
     """Reads every path (``-`` is `stdin`, by default the process's own) and joins the texts.
 
-    One document is taken as it is. Of several, each is preceded by a line ``===== name =====``,
-    so that the model, and a reader of the prompt, see where one ends.
+    One document is taken as it is; of several, each gets a title line (`Context.join`), so that the
+    model, and a reader of the prompt, see where one ends.
 
     Raises:
         ValueError: no path, or ``-`` more than once.
@@ -121,20 +122,14 @@ def read_documents(
 
 def join_documents(names: Sequence[str], documents: Sequence[DocumentText]) -> Sources:
     """Joins texts that are there already, as `read_documents` does."""
-    pieces: list[str] = []
-    files = []
-    offset = 0
-    for name, document in zip(names, documents, strict=True):
-        if len(documents) > 1:
-            gap = "\n\n" if pieces else ""
-            header = f"{gap}===== {printable(name)} =====\n\n"
-            pieces.append(header)
-            offset += len(header)
-        pieces.append(document.text)
-        span = (offset, offset + len(document.text))
-        files.append(SourceFile(name, span, document.unit, document.starts))
-        offset = span[1]
-    return Sources("".join(pieces), tuple(files))
+    texts = [document.text for document in documents]
+    # A name could be made to look like text of a document, or act on a terminal: hence printable.
+    context = Context.join(list(zip(map(printable, names), texts, strict=True)))
+    files = [
+        SourceFile(name, (begin, end), document.unit, document.starts)
+        for name, document, (_, begin, end) in zip(names, documents, context.parts, strict=True)
+    ]
+    return Sources(context.text, tuple(files))
 
 
 def _read_one(name: str, stdin: BinaryIO | None) -> DocumentText:

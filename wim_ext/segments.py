@@ -126,7 +126,7 @@ class Context:
     def __init__(self, text: str, parts: Sequence[tuple[str, int, int]] = ()) -> None:
         self.text = text
         # (name, begin, end) in characters of `text`; ordered, without overlap.
-        self._parts = list(parts) or [("", 0, len(text))]
+        self.parts = list(parts) or [("", 0, len(text))]
 
     @classmethod
     def join(cls, documents: Sequence[tuple[str, str]]) -> Context:
@@ -156,7 +156,7 @@ class Context:
     def locate(self, span: tuple[int, int]) -> list[SourceSpan]:
         """The pieces of documents that `span` (characters of `text`) covers, in order."""
         found = []
-        for name, begin, end in self._parts:
+        for name, begin, end in self.parts:
             first, last = max(span[0], begin), min(span[1], end)
             if first < last:
                 found.append(SourceSpan(name, first - begin, last - begin))
