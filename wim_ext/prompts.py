@@ -74,7 +74,7 @@ class Prompts:
         "\nCopy the sentence of the text above that helps most to answer the question.",
     )
     probe: Template = ("\n\nA question that the last part of the text answers: ", QUESTION)
-    extract_probed: Template = ("\nCopy the sentence of the text that answers it.",)
+    extract_probed: Template = ("\nCopy the sentence that answers it.",)
     classify: Template = (
         "Question: ",
         QUESTION,

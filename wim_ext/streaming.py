@@ -10,6 +10,20 @@ from wim_ext.events import Event, Finished, Result
 __all__ = ["Stream"]
 
 
+class _StopSign:
+    """Whether to stop; apart from the stream, so that the run does not refer to the stream and a
+    dropped stream is closed at once instead of at the next garbage collection."""
+
+    def __init__(self, should_stop: Callable[[], bool] | None) -> None:
+        self.raised = False
+        self._should_stop = should_stop
+
+    def __call__(self) -> bool:
+        if not self.raised and self._should_stop is not None and self._should_stop():
+            self.raised = True
+        return self.raised
+
+
 class Stream(Iterator[Event]):
     """Events of one run, as they happen.
 
@@ -24,16 +38,10 @@ class Stream(Iterator[Event]):
         should_stop: Callable[[], bool] | None = None,
         release: Callable[[], object] = lambda: None,
     ) -> None:
-        self._asked_to_stop = False
-        self._should_stop = should_stop
-        self._result: Result | None = None
+        self._stop_sign = _StopSign(should_stop)
         self._release = release
-        self._events = start(self._stops)
-
-    def _stops(self) -> bool:
-        if not self._asked_to_stop and self._should_stop is not None and self._should_stop():
-            self._asked_to_stop = True
-        return self._asked_to_stop
+        self._result: Result | None = None
+        self._events = start(self._stop_sign)
 
     def __next__(self) -> Event:
         try:
@@ -58,9 +66,11 @@ class Stream(Iterator[Event]):
         return self._result
 
     def stop(self) -> None:
-        self._asked_to_stop = True
+        """Ends the reading early; the answer follows."""
+        self._stop_sign.raised = True
 
     def close(self) -> None:
+        """Ends the run. Idempotent."""
         # In this order: the run's branches first. A run that never began has none.
         self._events.close()
         self._release()

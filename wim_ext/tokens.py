@@ -65,17 +65,18 @@ class TextCodec:
             ValueError: `text` is a single character that *is* a control token.
         """
         encoded = self._tokenize(text)
-        hit = self._first_control(text, encoded)
-        if hit is None:
+        cuts = self._cuts(text, encoded)
+        if not cuts:
             return encoded
-        # The tokenizer made a control token although it was told not to. Cutting its text in two
-        # and encoding the halves apart takes it away; each half is shorter, so this ends.
-        begin, end = hit
-        middle = (begin + end) // 2
-        if middle in (0, len(text)):
-            raise ValueError(f"text holds a character that is a control token: {text!r}")
-        left, right = text[:middle], text[middle:]
-        return _joined(self.encode_with_offsets(left), self.encode_with_offsets(right), middle)
+        # The tokenizer made control tokens although it was told not to. Cutting their texts in two
+        # and encoding the pieces apart takes them away; pieces get shorter, so this ends.
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            piece = self.encode_with_offsets(text[begin:end])
+            ids += piece.ids
+            offsets += [(first + begin, last + begin) for first, last in piece.offsets]
+        return EncodedText(ids, offsets)
 
     def _tokenize(self, text: str) -> EncodedText:
         encoded = self.tokenizer(
@@ -89,14 +90,20 @@ class TextCodec:
         offsets = [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]
         return EncodedText([int(index) for index in encoded["input_ids"]], offsets)
 
-    def _first_control(self, text: str, encoded: EncodedText) -> tuple[int, int] | None:
+    def _cuts(self, text: str, encoded: EncodedText) -> list[int]:
+        """The middle of each piece of text that became a control token."""
+        cuts = []
         unknown = self.tokenizer.unk_token_id
         for index, (begin, end) in zip(encoded.ids, encoded.offsets, strict=True):
-            if index in self.control_ids:
-                if index == unknown and text[begin:end].strip() != self._control_text[index]:
-                    continue
-                return begin, end
-        return None
+            piece = text[begin:end]
+            if index not in self.control_ids:
+                continue
+            if index == unknown and piece.strip() != self._control_text[index]:
+                continue
+            if len(piece) < 2:
+                raise ValueError(f"text holds a character that is a control token: {piece!r}")
+            cuts.append((begin + end) // 2)
+        return cuts
 
     def encode_template(self, text: str) -> list[int]:
         """Tokens of a text that comes from the chat template: its markers become control tokens."""
@@ -116,11 +123,6 @@ class TextCodec:
             return None
         start = self.tokenizer("x", verbose=False)["input_ids"][:1]
         return int(bos) if list(start) == [bos] else None
-
-
-def _joined(left: EncodedText, right: EncodedText, shift: int) -> EncodedText:
-    moved = [(begin + shift, end + shift) for begin, end in right.offsets]
-    return EncodedText(left.ids + right.ids, left.offsets + moved)
 
 
 class TextStream:
