@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from wim_ext import cache as cache_module
-from wim_ext import ops, sequence, storage
-from wim_ext.cache import PagedKVCache, Sequence
+from wim_ext import ops, reference, sequence, storage
+from wim_ext.cache import Batch, PagedKVCache, Sequence
 from wim_ext.errors import CacheFull
 
 LAYOUTS = [
@@ -91,6 +91,30 @@ def test_branches_keep_their_own_payload(options: dict) -> None:
     assert numbers_of(cache, trunk) == [0, 1, 2, 3, 4, 5, 16]
     assert numbers_of(cache, early) == [0, 1, 2, 23, 24]
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=str)
+def test_attention_over_every_layout(options: dict) -> None:
+    """A mid-page fork attends to what was appended, whatever the order of the memory."""
+    cache = make_cache(num_pages=12, page_size=16, **options)
+    g = torch.Generator().manual_seed(0)
+    k_cache, v_cache = cache.layer(0)
+
+    def grow(*work: tuple[Sequence, int]) -> Batch:
+        batch = cache.reserve(work)
+        tokens = sum(count for _, count in work)
+        key, value = torch.randn(tokens, 2, 8, generator=g), torch.randn(tokens, 2, 16, generator=g)
+        ops.append_kv(key, value, k_cache, v_cache, batch.slot_mapping)
+        return batch
+
+    trunk = cache.new_sequence()
+    grow((trunk, 40))
+    branch = trunk.fork(37)
+    batch = grow((trunk, 3), (branch, 2))
+    query = torch.randn(5, 6, 8, generator=g)
+    arguments = (query, k_cache, v_cache, batch.block_table, batch.cu_seqlens_q, batch.seqused_k)
+    found = ops.paged_attention(*arguments, plan=batch.plan(6, 2))
+    torch.testing.assert_close(found, reference.paged_attention(*arguments).float())
 
 
 def test_physical_layouts() -> None:
