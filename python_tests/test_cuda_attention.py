@@ -92,9 +92,10 @@ class TestAttention:
         assert_bitwise_equal(out, attend(cuda, inputs)[0])
 
 
+# In float32: rounding to 16 bits would hide most differences.
 SPLIT = Case(
     "split", (Span(1, 2100), Span(3, 1030), Span(2, 1025, 1, 1024), Span(40, 700), Span(0, 9)),
-    torch.bfloat16, 4, 2, 32, 32, 48, "hnd", sinks=True, softcap=20.0, alibi="heads",
+    torch.float32, 4, 2, 32, 32, 48, "hnd", sinks=True, softcap=20.0, alibi="heads",
 )  # fmt: skip
 
 

@@ -119,15 +119,11 @@ class AttentionParams(Structure):
     ]
 
 
-@functools.cache
-def load() -> ctypes.CDLL:
-    """The shim around the sources of csrc/cuda, compiled once; -ffp-contract as CMake's -fmad."""
-    folder = tempfile.TemporaryDirectory(prefix="cuda_shim_")
-    atexit.register(folder.cleanup)
-    target = Path(folder.name) / "emulated.so"
+def compile_shim(csrc: Path, target: Path) -> ctypes.CDLL:
+    """The shim around the sources in csrc/cuda; -ffp-contract does what CMake's -fmad does."""
     command = [
         "g++", "-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra",
-        "-Werror", "-fPIC", "-shared", f"-I{HERE}", f"-I{CSRC}", str(HERE / "emulated.cpp"),
+        "-Werror", "-fPIC", "-shared", f"-I{HERE}", f"-I{csrc}", str(HERE / "emulated.cpp"),
         "-o", str(target),
     ]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -137,11 +133,19 @@ def load() -> ctypes.CDLL:
     return library
 
 
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The shim around the sources as they are, compiled once."""
+    folder = tempfile.TemporaryDirectory(prefix="cuda_shim_")
+    atexit.register(folder.cleanup)
+    return compile_shim(CSRC, Path(folder.name) / "emulated.so")
+
+
 class EmulatedOps:
     """`wim_ext.ops` with the CUDA kernels behind it."""
 
-    def __init__(self) -> None:
-        self.library = load()
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
+        self.library = load() if library is None else library
 
     def order(self, *, last_thread_first: bool = False, largest_grid: int = 2**31) -> None:
         self.library.emulate_order(last_thread_first, ctypes.c_uint(largest_grid))
