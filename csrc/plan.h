@@ -20,6 +20,9 @@ struct BatchShape {
   int64_t window_left = -1, window_right = -1;
 
   int64_t total_q() const { return cu_seqlens_q[batch]; }
+  int64_t rows(int64_t sequence) const {
+    return cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
+  }
   int64_t group() const { return num_heads / num_kv_heads; }
   const int32_t* pages(int64_t sequence) const {
     return block_table + sequence * block_table_stride;
@@ -47,6 +50,7 @@ KeyRange used_keys(const BatchShape& batch, int64_t sequence);
 // Identifies the page ids that a plan was made for.
 uint64_t hash_used_pages(const BatchShape& batch);
 
+// Cuts the batch into items (plan.cpp) and writes them down (plan_writer.cpp).
 std::vector<int32_t> make_plan(const BatchShape& batch, int64_t num_threads);
 
 // Detects a damaged or sliced plan; the checksum field itself does not count.

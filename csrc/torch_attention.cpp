@@ -258,6 +258,12 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
                                      {"v_scale", &v_scale}}) {
     if (*tensor) same_device(name, **tensor, "query", query);
   }
+  for (const auto& [name, tensor] : {std::pair{"alibi_slopes", &alibi_slopes},
+                                     {"sinks", &sinks},
+                                     {"k_scale", &k_scale},
+                                     {"v_scale", &v_scale}}) {
+    if (*tensor) same_device(name, **tensor, "query", query);
+  }
   if (alibi_slopes) check_alibi(*alibi_slopes, batch, &params);
   if (sinks) params.sinks = float_vector("sinks", *sinks, {"num_heads", batch.num_heads});
   params.k_scale = head_scale("k_scale", k_scale, batch.num_kv_heads);

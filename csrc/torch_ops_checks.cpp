@@ -112,6 +112,14 @@ std::string dtype_text(ScalarType dtype) {
       return "int32";
     case ScalarType::Long:
       return "int64";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
     default:
       return torch::headeronly::toString(dtype);
   }

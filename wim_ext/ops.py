@@ -467,10 +467,19 @@ def _paged_attention_fake(
     plan: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
-    *options: Any,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    written = {"out": out} if lse is None else {"out": out, "lse": lse}
-    _same_device(query=query, k_cache=k_cache, v_cache=v_cache, **written)
+    _same_device(query=query, k_cache=k_cache, v_cache=v_cache, out=out, lse=lse)
+    options = {"alibi_slopes": alibi_slopes, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+    _same_device(query=query, **options)
     tables = {"block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
     _on_host(query, **tables)
     if plan is not None:
@@ -485,9 +494,10 @@ def _plan_attention_fake(
     return block_table.new_empty(ints, dtype=torch.int32)
 
 
-def _same_device(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        first_name, first = next(iter(tensors.items()))
+def _same_device(**tensors: Tensor | None) -> None:
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in present.items():
+        first_name, first = next(iter(present.items()))
         if tensor.device != first.device:
             raise ValueError(
                 f"{name} must be on the device of {first_name} ({first.device}), "

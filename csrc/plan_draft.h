@@ -1,0 +1,40 @@
+// A plan while it is made: what plan.cpp decides and plan_writer.cpp writes down.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "plan.h"
+
+namespace wim {
+
+// Key positions and counts of rows fit in 32 bits: the batch's tables are int32.
+inline int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
+
+struct DraftItem {
+  int32_t sequence, key_begin = INT32_MAX, key_end = 0;
+  std::vector<PlanRow> rows;  // those of one sequence are neighbours
+
+  explicit DraftItem(int64_t of_sequence) : sequence(narrow(of_sequence)) {}
+  int64_t num_rows() const { return static_cast<int64_t>(rows.size()); }
+  bool single_cell() const { return key_begin / kCellKeys == (key_end - 1) / kCellKeys; }
+  void add_row(int64_t token, int64_t low, int64_t high) {
+    rows.push_back({narrow(token), narrow(low), narrow(high), -1});
+    key_begin = std::min(key_begin, narrow(low));
+    key_end = std::max(key_end, narrow(high));
+  }
+};
+
+struct PlanDraft {
+  int64_t num_threads = 1, num_partials = 0;
+  std::vector<PlanToken> tokens;
+  std::vector<KeyRange> visible;  // by token
+  std::vector<DraftItem> items;
+  std::vector<PlanCombine> combines;
+};
+
+// Sorts the items longest first and adds the header with its report.
+std::vector<int32_t> write_plan(const BatchShape& batch, PlanDraft draft);
+
+}  // namespace wim
