@@ -212,7 +212,7 @@ def test_place_of_a_margin() -> None:
         "===== a =====\n\nx\n\n\n===== b.pdf =====\n\ny",
         (SourceFile("a", (15, 17), "line", (0,)), SourceFile("b.pdf", (38, 39), "page", (0,))),
     )
-    assert place_of((0, 39), 0, two) == ("a, line 1 (100%); b.pdf, page 1 (100%)")
+    assert place_of((0, 39), 0, two) == ("a, line 1 – b.pdf, page 1 (100%)")
     assert place_of((0, 5), 4, two) == "segment 5"
 
 

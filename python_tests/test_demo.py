@@ -57,7 +57,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "open_engine", lambda request, note: engine)
     done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code == 0
-    assert done.stderr.splitlines()[0] == f"Question: {QUESTION}"
+    assert done.stderr.splitlines()[:2] == [
+        "Text: 12 pages of Python's language reference, from help()",
+        f"Question: {QUESTION}",
+    ]
     assert engine.asked == [(demo_sources().text, QUESTION)]
     assert "Question" not in CliRunner().invoke(app, ["demo", "--quiet"]).stderr
     assert json.loads(CliRunner().invoke(app, ["demo", "--json"]).stdout)["request"]["use"]

@@ -97,8 +97,8 @@ def test_citation_of_lines_across_documents(tmp_path: Path) -> None:
     begin = sources.text.index("wo\nthree")
     end = sources.text.index("four") + 4
     assert sources.cite((begin, end)) == [
-        Citation(a, (5, 14), "line", 2, 3, 100),
-        Citation(b, (0, 4), "line", 1, 1, 40),
+        Citation(a, (5, 14), "line", 2, 3),
+        Citation(b, (0, 4), "line", 1, 1),
     ]
     assert [str(c) for c in sources.cite((begin, end))] == [f"{a}, lines 2–3", f"{b}, line 1"]
 

@@ -172,6 +172,8 @@ def demo(
         sources = demo_sources()
         request = demo_request(model=model, dtype=dtype.value, device=device, threads=threads)
         if not (as_json or quiet):
+            pages = len(sources.files)
+            typer.echo(f"Text: {pages} pages of Python's language reference, from help()", err=True)
             typer.echo(f"Question: {request.question}", err=True)
         _run(sources, request, as_json, False, quiet)
 

@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from wim_ext.document_files import Citation, Sources
+from wim_ext.document_files import Sources
 from wim_ext.events import (
     AnswerToken,
     Event,
@@ -240,13 +240,18 @@ def reading_text(event: ReadingStarted, sources: Sources) -> str:
 
 
 def place_of(span: tuple[int, int], segment: int, sources: Sources) -> str:
-    """Where a margin's segment lies, as in ``notes.md, lines 1–80 (14%)``."""
+    """Where a margin's segment lies, and how far that is into all that is read.
+
+    As in ``notes.md, lines 1–80 (14%)`` or ``a.md, line 70 – b.pdf, page 2 (60%)``.
+    """
     citations = sources.cite(span)
-    return "; ".join(_place(citation) for citation in citations) or f"segment {segment + 1}"
-
-
-def _place(citation: Citation) -> str:
-    return f"{one_line(str(citation))} ({citation.percent}%)"
+    if not citations:
+        return f"segment {segment + 1}"
+    first, last = citations[0], citations[-1]
+    place = str(first)
+    if len(citations) > 1:
+        place = f"{first.name}, {first.unit} {first.first} – {last.name}, {last.unit} {last.last}"
+    return f"{one_line(place)} ({round(100 * span[1] / len(sources.text))}%)"
 
 
 def dropped_text(text: str) -> str:

@@ -50,17 +50,13 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Citation:
-    """A piece of a document: characters `span` of it, which are its lines or pages first..last.
-
-    `percent` is how far into the document the piece reaches.
-    """
+    """A piece of a document: characters `span` of it, which are its lines or pages first..last."""
 
     name: str
     span: tuple[int, int]
     unit: Unit
     first: int
     last: int
-    percent: int
 
     def __str__(self) -> str:
         if self.first == self.last:
@@ -93,7 +89,6 @@ class Sources:
                     unit=file.unit,
                     first=file.number_at(local[0]),
                     last=file.number_at(local[1] - 1),
-                    percent=round(100 * local[1] / (file.span[1] - file.span[0])),
                 )
             )
         return citations
