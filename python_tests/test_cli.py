@@ -108,7 +108,7 @@ def test_answer_on_stdout_and_the_rest_on_stderr(engine: FakeEngine, town: str) 
     done = invoke("answer", town, *QUESTION)
     assert done.exit_code == 0
     assert done.stdout == "Read 4 of 4 segments.\n"
-    assert "Model: fake\n" in done.stderr
+    assert done.stderr.startswith("Loading the built-in model ...\nModel: fake\n")
     assert f"+ {town}, lines 1–2 (28%): Speaks of harbour" in done.stderr
     assert "3 of 4 margins relevant" in done.stderr
     assert engine.asked == [(TEXT, QUESTION[1])]

@@ -75,6 +75,7 @@ def answer_on(
 ) -> Result:
     """Answers the request, showing everything on `display` as it happens."""
     with display, _warnings_to(display.note):
+        display.note(f"Loading {request.model or 'the built-in model'} ...")
         engine = open_engine(request, display.note)
         result = None
         for event in _events(engine, sources, request, stop):
