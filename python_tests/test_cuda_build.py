@@ -16,7 +16,7 @@ import pytest
 import torch
 from kit import run_python
 
-from wim_ext import _native, ops
+from wim_ext import _native, op_errors, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("append_kv", "copy_pages", "merge_states", "paged_attention", "plan_attention")
@@ -95,7 +95,7 @@ class TestCompiled:
 
 
 IN_ONE_PROCESS = """
-import torch, wim_ext.ops as ops
+import torch, wim_ext.ops as ops, wim_ext.op_errors as op_errors
 torch.ops.load_library({library!r})
 print("libcuda mapped:", "libcuda" in open("/proc/self/maps").read())
 for name in {ops!r}:
@@ -109,7 +109,7 @@ print("on cpu:", int(cache.sum()), int(cache[1, 1].sum()))
 def on_cuda(name, *args):  # past the dispatcher, straight to the CUDA library
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     try:
-        ops._call(lambda *a: getattr(torch.ops.wim_ext, name).default.redispatch(keys, *a), *args)
+        op_errors.call(lambda *a: getattr(torch.ops.wim_ext, name).default.redispatch(keys, *a), *args)
     except ValueError as error:
         print(name, error)
 
@@ -188,9 +188,9 @@ class TestWithoutTheLibrary:
             with pytest.raises(
                 ValueError, match="has no kernels for tensors on meta; its CUDA"
             ) as e:
-                ops._call(self.no_kernel, *args)
+                op_errors.call(self.no_kernel, *args)
             assert str(e.value).endswith(f"library is {_native.CUDA_STATUS}")
 
     def test_anything_else_stays_what_it_was(self) -> None:
         with pytest.raises(NotImplementedError, match="Could not run"):
-            ops._call(self.no_kernel, torch.zeros(1))
+            op_errors.call(self.no_kernel, torch.zeros(1))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS: list[set[str]] = [
     {"errors"},
     {"_native", "_C", "reference"},
-    {"plan"},
+    {"op_errors", "op_fakes", "plan"},
     {"ops"},
     {"storage", "sequence", "batch", "cache"},
     {

@@ -12,13 +12,13 @@ head strides will do; the last dimension must be contiguous, or, for V, the slot
 from __future__ import annotations
 
 import math
-import re
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from wim_ext import _native  # also loads torch.ops.wim_ext
+from wim_ext import op_fakes  # noqa: F401  (for torch.compile)
+from wim_ext.op_errors import call
 from wim_ext.plan import AttentionPlan
 
 __all__ = [
@@ -31,36 +31,6 @@ __all__ = [
 ]
 
 _ops = torch.ops.wim_ext
-_TYPED_ERROR = re.compile(r"(?:.*?)\b(ValueError|IndexError): (.*)", re.DOTALL)
-
-
-def _call(op: Any, *args: Any) -> Any:
-    """Calls an op; a RuntimeError that carries a typed exception's name becomes that exception."""
-    if torch.compiler.is_compiling():
-        return op(*args)
-    try:
-        return op(*args)
-    except NotImplementedError as error:
-        raise _no_kernels(args) or error from None
-    except RuntimeError as error:
-        typed = _TYPED_ERROR.match(str(error))
-        if typed is None:
-            raise
-        kind = ValueError if typed.group(1) == "ValueError" else IndexError
-        raise kind(typed.group(2)) from None
-
-
-def _no_kernels(args: tuple[Any, ...]) -> ValueError | None:
-    """The dispatcher found no kernel for these arguments: the error that says why, if it is their
-    device."""
-    flat = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
-    devices = sorted({str(t.device) for t in flat if t.device.type != "cpu"})
-    if not devices:
-        return None
-    return ValueError(
-        f"wim_ext has no kernels for tensors on {' and '.join(devices)}; its CUDA library is "
-        f"{_native.CUDA_STATUS}"
-    )
 
 
 def append_kv(
@@ -101,7 +71,7 @@ def append_kv(
     >>> k_cache[1, :3, 0, 0].tolist()
     [1.0, 1.0, 0.0]
     """
-    _call(_ops.append_kv, key, value, k_cache, v_cache, slot_mapping)
+    call(_ops.append_kv, key, value, k_cache, v_cache, slot_mapping)
 
 
 def copy_pages(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
@@ -129,7 +99,7 @@ def copy_pages(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
     >>> cache.flatten().tolist()
     [2.0, 1.0, 2.0]
     """
-    _call(_ops.copy_pages, caches, src, dst)
+    call(_ops.copy_pages, caches, src, dst)
 
 
 def merge_states(
@@ -183,7 +153,7 @@ def merge_states(
         out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
     if lse is None:
         lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
-    _call(_ops.merge_states, out_a, lse_a, out_b, lse_b, out, lse)
+    call(_ops.merge_states, out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
@@ -345,7 +315,7 @@ def paged_attention(
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     scale = 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
     left, right = window_size
-    _call(
+    call(
         _ops.paged_attention,
         *(query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k),
         *(None if plan is None else plan.tensor, out, lse, scale, causal, left, right, softcap),
@@ -400,7 +370,7 @@ def plan_attention(
     """
     left, right = window_size
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    tensor = _call(
+    tensor = call(
         _ops.plan_attention,
         *(block_table, cu_seqlens_q, seqused_k, num_heads, num_kv_heads, page_size),
         *(causal, left, right, threads),
@@ -431,92 +401,4 @@ def cpu_kernels() -> tuple[list[str], list[str], str, str]:
     entries = str(_ops.cpu_isas()).split()
     built = [entry.removesuffix(":missing") for entry in entries]
     available = [entry for entry in entries if not entry.endswith(":missing")]
-    return built, available, _call(_ops.cpu_isa), _ops.cpu_isa_reason()
-
-
-# What the dispatcher calls instead of a kernel under torch.compile, and when some tensor is on the
-# meta device; so a mix of meta with real tensors is caught here, not in C++.
-
-
-def _append_kv_fake(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    _same_device(k_cache=k_cache, v_cache=v_cache, key=key, value=value)
-    _on_host(k_cache, slot_mapping=slot_mapping)
-
-
-def _copy_pages_fake(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
-    _same_device(**{f"caches[{i}]": cache for i, cache in enumerate(caches)})
-    if caches:
-        _on_host(caches[0], src=src, dst=dst)
-
-
-def _merge_states_fake(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    _same_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
-
-
-def _paged_attention_fake(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    plan: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    _same_device(query=query, k_cache=k_cache, v_cache=v_cache, out=out, lse=lse)
-    options = {"alibi_slopes": alibi_slopes, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-    _same_device(query=query, **options)
-    tables = {"block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
-    _on_host(query, **tables)
-    if plan is not None:
-        _on_host(query, plan=plan)
-
-
-def _plan_attention_fake(
-    block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, *options: Any
-) -> Tensor:
-    _same_device(block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
-    ints = torch.library.get_ctx().new_dynamic_size()  # depends on the lengths and on the pages
-    return block_table.new_empty(ints, dtype=torch.int32)
-
-
-def _same_device(**tensors: Tensor | None) -> None:
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in present.items():
-        first_name, first = next(iter(present.items()))
-        if tensor.device != first.device:
-            raise ValueError(
-                f"{name} must be on the device of {first_name} ({first.device}), "
-                f"found {tensor.device}"
-            )
-
-
-def _on_host(reference: Tensor, **tensors: Tensor) -> None:
-    """Integers that C++ reads; on the meta device with everything else, where nothing is read."""
-    for name, tensor in tensors.items():
-        if tensor.device.type not in ("cpu", reference.device.type):
-            raise ValueError(f"{name} must be on the cpu, found {tensor.device}")
-
-
-for _name, _fake in (
-    ("append_kv", _append_kv_fake),
-    ("copy_pages", _copy_pages_fake),
-    ("merge_states", _merge_states_fake),
-    ("paged_attention", _paged_attention_fake),
-    ("plan_attention", _plan_attention_fake),
-):
-    torch.library.register_fake(f"wim_ext::{_name}", _fake)
+    return built, available, call(_ops.cpu_isa), _ops.cpu_isa_reason()
