@@ -19,6 +19,8 @@ from torch import Tensor
 
 from wim_ext import ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH = 1100
 TRUNK = (Span(LENGTH, LENGTH),)
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16

@@ -13,6 +13,8 @@ from kit import assert_bitwise_equal
 
 from wim_ext import ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FEW = (Span(3, 20), Span(1, 33))
 CASES = [
     Case("compile-plain", FEW),

@@ -13,6 +13,8 @@ from cases import EDGES, build, pairwise
 
 from wim_ext import ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPS = torch.ops.wim_ext
 # The ops have no gradient, so the autograd registration test has nothing to say about them.
 TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -11,6 +11,8 @@ from faulty_attention import FAULTS, TILE, attention
 from kit import threads
 from oracle import assert_right, expected
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def num_steps(case: Case) -> int:
     """How many key tiles the faulty attention walks: what a case costs it."""

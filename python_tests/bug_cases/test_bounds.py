@@ -15,6 +15,8 @@ from oracle import assert_right, expected
 
 from wim_ext import ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CSRC = Path(__file__).parents[2] / "csrc"
 HUGE = 2**31 // 8 + 8  # eight of these are past int32
 

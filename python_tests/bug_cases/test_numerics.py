@@ -12,6 +12,8 @@ from oracle import assert_right, expected, expected_of
 
 from wim_ext import ops, reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("nhd", "v_transposed", "packed")
