@@ -14,13 +14,29 @@ from wim_ext.rope import RopePin
 
 __all__ = ["borrowed"]
 
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_locks_guard = threading.Lock()
+
+class _Lent:
+    """A model's lock, and every config that some module of it reads its implementation from."""
+
+    def __init__(self, hf_model: Any) -> None:
+        self.lock = threading.RLock()
+        found: dict[int, Any] = {}
+        for module in hf_model.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation_internal"):
+                found[id(config)] = config
+        self.configs = list(found.values())
 
 
-def _lock_of(hf_model: nn.Module) -> threading.RLock:
-    with _locks_guard:
-        return _locks.setdefault(hf_model, threading.RLock())
+_lent: WeakKeyDictionary[nn.Module, _Lent] = WeakKeyDictionary()
+_lent_guard = threading.Lock()
+
+
+def _lent_of(hf_model: Any) -> _Lent:
+    with _lent_guard:
+        if hf_model not in _lent:
+            _lent[hf_model] = _Lent(hf_model)
+        return _lent[hf_model]
 
 
 @contextmanager
@@ -29,12 +45,14 @@ def borrowed(
 ) -> Iterator[None]:
     """Holds `hf_model` alone, with another attention implementation and pinned rotary frequencies.
 
-    Several wrappers over one model take turns here. Whoever calls the model itself, in another
-    thread, at the same time, has to hold it too; the attention function refuses calls that come
-    from outside a step, so such a mistake is an error and never a wrong answer.
+    Several wrappers over one model take turns here. Whoever calls the model itself in another
+    thread while steps run has to hold it too, `with borrowed(hf_model): ...`, or else the call
+    meets the step's implementation: as a rule a RuntimeError, but a call that is overtaken between
+    its mask and its attention runs without a mask.
     """
-    with _lock_of(hf_model):
-        configs = _attention_configs(hf_model) if implementation is not None else []
+    lent = _lent_of(hf_model)
+    with lent.lock:
+        configs = lent.configs if implementation is not None else []
         before = [config._attn_implementation_internal for config in configs]
         try:
             for config in configs:
@@ -47,13 +65,3 @@ def borrowed(
         finally:
             for config, value in zip(configs, before, strict=True):
                 config._attn_implementation_internal = value
-
-
-def _attention_configs(hf_model: Any) -> list[Any]:
-    """Every config that some module of the model reads its attention implementation from."""
-    found: dict[int, Any] = {}
-    for module in hf_model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())

@@ -3,7 +3,8 @@
 The work of many sequences goes through the model as one row of tokens, `[1, T]`, with explicit
 positions; only the attention function knows which tokens belong together. The model itself is left
 as it was found: its attention implementation and rotary are changed for the length of a forward,
-under a lock, so it can be called as usual between steps and several `PagedModel`s can share it.
+under a lock, so it can be called as usual between steps and several `PagedModel`s can share it
+(`wim_ext.borrow` says what other threads have to do).
 """
 
 from __future__ import annotations
