@@ -16,7 +16,7 @@ import pytest
 import torch
 from kit import run_python
 
-from wim_ext import _native, op_errors, ops
+from wim_ext import _native, op_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("append_kv", "copy_pages", "merge_states", "paged_attention", "plan_attention")
@@ -109,7 +109,8 @@ print("on cpu:", int(cache.sum()), int(cache[1, 1].sum()))
 def on_cuda(name, *args):  # past the dispatcher, straight to the CUDA library
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     try:
-        op_errors.call(lambda *a: getattr(torch.ops.wim_ext, name).default.redispatch(keys, *a), *args)
+        op = getattr(torch.ops.wim_ext, name).default
+        op_errors.call(lambda *a: op.redispatch(keys, *a), *args)
     except ValueError as error:
         print(name, error)
 
