@@ -152,8 +152,10 @@ def test_refuses_what_the_packed_path_refuses(model: FallbackModel) -> None:
 
 def test_released_and_foreign_sequences(bloom: Any, model: FallbackModel) -> None:
     sequence = model.new_sequence()
+    assert not sequence.released
     sequence.release()
     sequence.release()
+    assert sequence.released
     with pytest.raises(StaleSequenceError, match="the sequence has been released"):
         model.forward([Work(sequence, TOKENS)])
     with pytest.raises(StaleSequenceError, match="the sequence has been released"):

@@ -293,6 +293,15 @@ def test_a_cache_that_does_not_fit(llama: Any, changes: dict[str, Any], text: st
         PagedModel(llama, cache)
 
 
+def test_a_device_with_and_without_a_number(llama: Any, model: PagedModel) -> None:
+    class Described:
+        num_layers, dtype, device = 2, torch.float32, torch.device("cpu", 0)
+        num_pages, page_size = 4, 16
+
+    cache: Any = Described()
+    assert PagedModel(llama, cache).device == torch.device("cpu")
+
+
 def test_the_probe_runs_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_model = make("llama")
     paged(hf_model)

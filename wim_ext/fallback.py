@@ -165,6 +165,11 @@ class FallbackSequence:
         """Tokens of this sequence."""
         return self._length
 
+    @property
+    def released(self) -> bool:
+        """Whether the sequence has ended."""
+        return self._cache is None
+
     def fork(self, length: int | None = None) -> FallbackSequence:
         """A sequence that starts with this one's first `length` tokens (default: all).
 

@@ -134,7 +134,8 @@ class PagedModel:
             tokens += item.tokens
             rows += range(len(tokens) - item.logits, len(tokens))
         if not tokens:
-            return [torch.empty(0, self.vocab_size, dtype=self.dtype) for _ in work]
+            none = torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device)
+            return [none for _ in work]
         kept = torch.tensor(rows, dtype=torch.long, device=self.device)
         options = {"logits_to_keep": kept} if self._keeps_rows else {}
         step = Step(self.cache, batch)
@@ -162,7 +163,9 @@ class PagedModel:
             )
         if cache.dtype != self.dtype:
             raise ValueError(f"cache is {cache.dtype}, the model {self.dtype}; they must agree")
-        if torch.device(cache.device) != self.device:
+        # "cuda" and "cuda:0" are one device.
+        places = [(d.type, d.index or 0) for d in (torch.device(cache.device), self.device)]
+        if places[0] != places[1]:
             raise ValueError(
                 f"cache is on {cache.device}, the model on {self.device}; they must agree"
             )
