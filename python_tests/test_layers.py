@@ -29,8 +29,10 @@ FLOORS: list[set[str]] = [
         "conversion",
         "loading",
     },
-    {"sampling", "tokens", "engine"},
-    {"segments", "prompts", "relevance", "events", "margins", "document"},
+    {"events", "sampling", "tokens", "generation", "engine"},
+    {"template_process", "chat_template", "segments", "prompts", "stopping"},
+    {"session", "streaming", "document", "effort", "verdicts", "relevance", "room", "run"},
+    {"margins"},
     {
         "terminal",
         "progress",
