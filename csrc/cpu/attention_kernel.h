@@ -3,6 +3,7 @@
 // arithmetic.
 #pragma once
 
+#include "cpu/attention_output.h"
 #include "cpu/attention_work.h"
 #include "cpu/convert.h"
 #include "cpu/gemm.h"
@@ -11,11 +12,6 @@
 #include "cpu/softmax.h"
 
 namespace wim::cpu {
-
-template <class V>
-WIM_INLINE int64_t padded(int64_t dim) {
-  return (dim + V::kLanes - 1) / V::kLanes * V::kLanes;
-}
 
 // Hands out aligned pieces of one block of memory; with a null base it only counts.
 class Arena {
@@ -254,7 +250,14 @@ class ItemKernel {
     return result;
   }
 
-  void finish(int64_t row);
+  void finish(int64_t row) {
+    const PlanRow& target = plan_row(row);
+    if (target.slot < 0) {
+      write_output<V, T>(work_, target.token, head_of(row), state(kFold, row));
+    } else {
+      copy_state<V>(state(kFold, row), v_dim_, partial_state(work_, target.slot, head_of(row)));
+    }
+  }
 
   const AttentionWork& work_;
   const AttentionParams& params_;
@@ -264,81 +267,6 @@ class ItemKernel {
   const int64_t kv_head_, dim_, v_dim_, count_;
   const Scratch s_;
 };
-
-WIM_INLINE State partial_state(const AttentionWork& work, int64_t slot, int64_t head) {
-  float* base = work.partials + (slot * work.params.query.heads + head) * work.partial_stride;
-  return {base, base + 1, base + kPartialHeader};
-}
-
-// out = o / l, with the sink as one more term of l.
-template <class V, class T>
-WIM_INLINE void write_output(const AttentionWork& work, int64_t token, int64_t head,
-                             const State& state) {
-  const AttentionParams& params = work.params;
-  float maximum = *state.maximum, sum = *state.sum, shrink = 1.0f;
-  if (params.sinks != nullptr) {
-    const float sink = params.sinks[head] * kLog2E, pivot = finite_pivot(larger(maximum, sink));
-    shrink = exp2_scalar<V>(maximum - pivot);
-    sum = sum * shrink + exp2_scalar<V>(sink - pivot);
-    maximum = pivot;
-  }
-  float scale = shrink / sum;
-  if (params.v_scale.data != nullptr)
-    scale *= params.v_scale.data[head / work.group * params.v_scale.stride];
-  T* out = static_cast<T*>(params.out.data) + token * params.out.row_stride +
-           head * params.out.head_stride;
-  int64_t d = 0;
-  for (; d + V::kLanes <= params.out.dim; d += V::kLanes) {
-    V::store(out + d, V::mul(V::load(state.out + d), V::set1(scale)));
-  }
-  if (d < params.out.dim) {
-    store_part<V>(out + d, V::mul(V::load(state.out + d), V::set1(scale)), params.out.dim - d);
-  }
-  if (params.lse != nullptr)
-    params.lse[head * params.lse_stride + token] = (maximum + __builtin_log2f(sum)) * kLn2;
-}
-
-template <class V, class T>
-WIM_INLINE void write_no_keys(const AttentionWork& work, int64_t token, int64_t head) {
-  const AttentionParams& params = work.params;
-  T* out = static_cast<T*>(params.out.data) + token * params.out.row_stride +
-           head * params.out.head_stride;
-  for (int64_t d = 0; d < params.out.dim; ++d) out[d] = T{};
-  if (params.lse != nullptr) {
-    params.lse[head * params.lse_stride + token] =
-        params.sinks != nullptr ? params.sinks[head] : kMinusInfinity;
-  }
-}
-
-template <class V, class T>
-void ItemKernel<V, T>::finish(int64_t row) {
-  const PlanRow& target = plan_row(row);
-  if (target.slot < 0) {
-    write_output<V, T>(work_, target.token, head_of(row), state(kFold, row));
-  } else {
-    copy_state<V>(state(kFold, row), v_dim_, partial_state(work_, target.slot, head_of(row)));
-  }
-}
-
-// The rows of one token, for all heads, from their partial states.
-template <class V, class T>
-WIM_INLINE void combine_token(const AttentionWork& work, const PlanCombine& combine,
-                              char* scratch) {
-  const int64_t dim = padded<V>(work.params.out.dim);
-  float maximum, sum;
-  const State state{&maximum, &sum, reinterpret_cast<float*>(scratch)};
-  for (int64_t head = 0; head < work.params.query.heads; ++head) {
-    if (combine.slot_begin == combine.slot_end) {
-      write_no_keys<V, T>(work, combine.token, head);
-      continue;
-    }
-    copy_state<V>(partial_state(work, combine.slot_begin, head), dim, state);
-    for (int64_t slot = combine.slot_begin + 1; slot < combine.slot_end; ++slot) {
-      fold_state<V>(partial_state(work, slot, head), dim, state);
-    }
-    write_output<V, T>(work, combine.token, head, state);
-  }
-}
 
 // The table of one instruction set.
 template <class V>
