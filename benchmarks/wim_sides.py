@@ -183,9 +183,10 @@ def measure(side: str, document: str, settings: argparse.Namespace) -> dict[str,
     answer(WARM_UP)
     before = memory("VmRSS")
     with peak_reset():
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         measured = answer(document)
         measured["wall_seconds"] = time.perf_counter() - start
+        measured["cpu_seconds"] = time.process_time() - cpu_start
     measured["memory_bytes"] = {"before": before, "peak": memory("VmHWM")}
     return {"side": side, **measured}
 
