@@ -99,6 +99,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "answer": first["answer"],
         "seconds": {p: median(run["seconds"][p] for run in runs) for p in PHASES},
         "wall_seconds": median(run["wall_seconds"] for run in runs),
+        "cpu_seconds": median(run["cpu_seconds"] for run in runs),
         "wall_seconds_all": [run["wall_seconds"] for run in runs],
         "peak_memory_bytes": median(run["memory_bytes"]["peak"] for run in runs),
         "memory_growth_bytes": median(growth),
@@ -119,13 +120,13 @@ def table(sides: dict[str, dict[str, Any]]) -> str:
         for s in sides.values()
     ]
     rows.append("| fastest–slowest | " + " | ".join(spread) + " |")
-    for label, key in (
-        ("peak memory, MB", "peak_memory_bytes"),
-        ("of it for the run, MB", "memory_growth_bytes"),
+    for label, key, unit in (
+        ("CPU time of all threads", "cpu_seconds", 1),
+        ("peak memory, MB", "peak_memory_bytes", 1e6),
+        ("of it for the run, MB", "memory_growth_bytes", 1e6),
     ):
-        rows.append(
-            f"| {label} | " + " | ".join(f"| {s[key] / 1e6:,.0f}" for s in sides.values()) + " |"
-        )
+        cells = [f"| {side[key] / unit:,.1f}" for side in sides.values()]
+        rows.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

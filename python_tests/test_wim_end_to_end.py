@@ -82,6 +82,7 @@ def test_table_json_and_exit(
         in shown
     )
     assert "| **all, wall clock** |" in shown
+    assert "| CPU time of all threads |" in shown
     report = json.loads(output.read_text())
     assert report["same_as_transformers"] == {"margins": True, "answer": True, "tokens": True}
     assert set(report["sides"]) == set(wim_sides.SIDES)
