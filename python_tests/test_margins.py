@@ -139,7 +139,7 @@ def test_progress_is_in_work_and_never_runs_backwards() -> None:
 def test_what_the_answer_sees(use: str) -> None:
     wim, model = scripted(use=use)
     result = wim.answer(TEXT, QUESTION)
-    *_, answer, trunk = model.released
+    *_, answer, _ = model.released
     prompt = TOKENIZER.decode(answer.tokens)
     assert ("Ada Quill" in prompt.split("With the help")[0]) == (use != "margins")
     assert ("- note\n" in prompt) == (use != "context")
@@ -152,11 +152,11 @@ def test_what_the_answer_sees(use: str) -> None:
 
 def test_without_relevant_margins_the_prompt_does_not_speak_of_them() -> None:
     prompts = []
-    wim, model = scripted(script=lambda prompt: prompts.append(prompt) or "NO. Nothing.")
+    wim, _ = scripted(script=lambda prompt: prompts.append(prompt) or "NO. Nothing.")
     result = wim.answer(TEXT, QUESTION)
     assert not result.relevant_margins
     assert "Notes made" not in prompts[-1]
-    wim, model = scripted(script=lambda prompt: prompts.append(prompt) or "NO.", use="margins")
+    wim, _ = scripted(script=lambda prompt: prompts.append(prompt) or "NO.", use="margins")
     wim.answer(TEXT, QUESTION)
     assert "Notes made while reading a text:\n(none)\n" in prompts[-1]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -24,14 +23,13 @@ SYSTEM_FIRST = (
 
 
 @pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Renders here: a process for each template would take seconds and is tested by itself."""
     monkeypatch.setattr(template_process, "limit_resources", lambda: None)
     monkeypatch.setattr(
         "wim_ext.chat_template.render_template",
         lambda request: template_process.render(json.loads(request)),
     )
-    yield
 
 
 def layout(template: str | None, bos: bool = False, **prompts: object) -> Layout:

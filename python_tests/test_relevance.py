@@ -30,6 +30,9 @@ QUESTION = "Who keeps the tower?"
         ("**YES** - Ada", True, "Ada"),
         ('"Yes." She is.', True, "She is."),
         ("YES#Ada Quill", True, "Ada Quill"),
+        ('YES: "Ada" is her name', True, '"Ada" is her name'),
+        ("YES {x} -1", True, "{x} -1"),
+        ("YES: -1 degrees", True, "-1 degrees"),
         ("\n\nYes\nAda", True, "Ada"),
         ("no", False, ""),
         ("NO.", False, ""),
@@ -194,7 +197,7 @@ def question_likelier_after(word: str, logit: float) -> object:
 
 def test_likelihood_writes_where_the_question_becomes_likelier() -> None:
     likely = question_likelier_after("Ada", 5.0)
-    margins, stats, model = run(lambda prompt: "Ada keeps it.", "likelihood", likely)
+    margins, stats, _ = run(lambda prompt: "Ada keeps it.", "likelihood", likely)
     kept = [m for m in margins if m.relevant]
     # Later segments leave the question as likely as it was: they add nothing.
     assert len(kept) == 1

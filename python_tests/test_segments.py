@@ -26,18 +26,29 @@ def ends(text: str, limit: int) -> list[str]:
     return [text[s.span[0] : s.span[1]] for s in segments]
 
 
+def test_documents_are_kept_apart_where_they_fit() -> None:
+    text = "a" * 25 + "b" * 30 + "c" * 5 + "d" * 90
+    encoded = one_token_per_character(text)
+    segments = segment_tokens(text, encoded, 40, breaks=[25, 55, 60])
+    pieces = [text[s.span[0] : s.span[1]] for s in segments]
+    # The break at 55 would leave a stub of five; where all that is left fits none is needed.
+    assert pieces == ["a" * 25, "b" * 30 + "c" * 5, "d" * 40, "d" * 40, "d" * 10]
+    assert len(segment_tokens(text, encoded, 400, breaks=[25, 55, 60])) == 1
+
+
 WORDS = st.one_of(
     st.text(max_size=12),
     st.sampled_from(["One. ", "Two!\n\n", "three ", "\n", "🙂", "é", "。", "<|im_end|>", "   "]),
 )
 
 
-@given(text=st.lists(WORDS, max_size=30).map("".join), limit=st.integers(1, 40))
+@given(text=st.lists(WORDS, max_size=30).map("".join), limit=st.integers(1, 40), data=st.data())
 @settings(max_examples=120, deadline=None)
-def test_segments_cover_the_document_exactly(text: str, limit: int) -> None:
+def test_segments_cover_the_document_exactly(text: str, limit: int, data: st.DataObject) -> None:
+    breaks = data.draw(st.lists(st.integers(0, len(text)), max_size=4))
     for tokenizer in (byte_level_tokenizer(), byte_fallback_tokenizer(), word_tokenizer()):
         encoded = TextCodec(tokenizer).encode_with_offsets(text)
-        segments = segment_tokens(text, encoded, limit)
+        segments = segment_tokens(text, encoded, limit, breaks)
         assert all(1 <= s.num_tokens <= limit for s in segments)
         assert [s.index for s in segments] == list(range(len(segments)))
         tokens = [i for s in segments for i in encoded.ids[s.begin : s.end]]
@@ -73,7 +84,7 @@ def test_a_document_that_fits_is_one_segment() -> None:
         # a closing quote belongs to the sentence, a decimal point ends none,
         ("a" * 30 + ' b." C ccc d' + "d" * 60, "a" * 30 + ' b." '),
         ("a" * 30 + " 3.1415 is b" + "d" * 60, "a" * 30 + " 3.1415 is"),
-        # sentences in scripts without spaces end too, and else the last space or the limit is taken.
+        # sentences in scripts without spaces end too; else the last space or the limit.
         ("字" * 32 + "。" + "字" * 60, "字" * 32 + "。"),
         ("a" * 30 + " b c d e f g" + "d" * 60, "a" * 30 + " b c d e f"),
         ("a" * 100, "a" * 40),

@@ -44,7 +44,7 @@ def long_text(sentences: int) -> str:
 
 @lru_cache
 def byte_level_tokenizer(template: str | None = CHATML, bos: bool = False) -> Any:
-    """A byte-level BPE as GPT-2's: every text can be encoded. With `bos` it begins texts with one."""
+    """A byte-level BPE as GPT-2's: any text can be encoded. With `bos` texts begin with one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -46,7 +46,7 @@ class Document:
         encoded = writer.codec.encode_with_offsets(context.text)
         if not encoded.ids:
             raise ValueError("the document is empty: there is nothing to read")
-        self.segments = segment_tokens(context.text, encoded, segment_size)
+        self.segments = segment_tokens(context.text, encoded, segment_size, context.breaks)
         self._tokens = encoded.ids
         self._writer = writer
         self._asker = asker

@@ -144,7 +144,7 @@ class Likelihood:
     written, on the same branch, so the probe's tokens are not wasted.
     """
 
-    THRESHOLD = 0.75  # nats a token
+    THRESHOLD = 0.65  # nats a token
     SHARPNESS = 6.0
 
     def __init__(self) -> None:

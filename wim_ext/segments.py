@@ -3,6 +3,7 @@ segment is a slice of the document's own tokens, and the segments' texts add up 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,18 +38,29 @@ class Segment:
         return self.end - self.begin
 
 
-def segment_tokens(text: str, encoded: EncodedText, limit: int) -> list[Segment]:
+def segment_tokens(
+    text: str, encoded: EncodedText, limit: int, breaks: Sequence[int] = ()
+) -> list[Segment]:
     """Segments of 1 to `limit` tokens, cut at paragraph or sentence ends in the last quarter.
 
     Where the last quarter holds no such place, a line end, a space, a whole character or at last
-    the limit itself is taken. Raises ValueError for a limit below 1.
+    the limit itself is taken. The last of `breaks` (characters where something new begins: another
+    document) is taken before all of these if it is not in the first quarter. Raises ValueError for
+    a limit below 1.
     """
     if limit < 1:
         raise ValueError(f"segment_tokens must be 1 or more, got {limit}")
     total = len(encoded.ids)
+    begins = [begin for begin, _ in encoded.offsets]
+    fresh = [bisect_left(begins, position) for position in sorted(breaks)]
     cuts = [0]
     while cuts[-1] < total:
-        cuts.append(_next_cut(text, encoded.offsets, cuts[-1], total, limit))
+        begin = cuts[-1]
+        at = bisect_right(fresh, min(begin + limit, total - 1)) - 1
+        if at >= 0 and fresh[at] > begin + limit // 4 and total - begin > limit:
+            cuts.append(fresh[at])
+        else:
+            cuts.append(_next_cut(text, encoded.offsets, begin, total, limit))
     starts = _character_starts(text, encoded.offsets, cuts)
     return [
         Segment(index, cuts[index], cuts[index + 1], (starts[index], starts[index + 1]))
@@ -152,6 +164,11 @@ class Context:
         if isinstance(context, Context):
             return context
         return cls(context) if isinstance(context, str) else cls.join(context)
+
+    @property
+    def breaks(self) -> list[int]:
+        """Characters where one document ends and another begins."""
+        return [end for _, _, end in self.parts[:-1]]
 
     def locate(self, span: tuple[int, int]) -> list[SourceSpan]:
         """The pieces of documents that `span` (characters of `text`) covers, in order."""

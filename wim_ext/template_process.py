@@ -28,6 +28,7 @@ def limit_resources() -> None:
 
 
 def render(request: dict[str, Any]) -> str:
+    """The text that the template makes of the request; ValueError if it is too long."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     limit_resources()
@@ -45,6 +46,7 @@ def render(request: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Reads the request, writes the reply."""
     request = json.load(sys.stdin)
     # The parent started this with -I; the packages are where the parent found them.
     sys.path[:] = request["path"]

@@ -12,6 +12,10 @@ from wim_ext.tokens import TextCodec
 
 __all__ = ["first_verdict", "probability_of_yes", "says_no", "verdict_ids"]
 
+# Marks that close the verdict, then a dash or the like before the text; marks that the text itself
+# begins with (a quote, a brace, a minus sign) are its own.
+_AFTER_VERDICT = r"[*_`\"'”.,:;#!)\]}]*\s*(?:[-–—:#|]+\s+)?"
+
 
 def first_verdict(
     text: str, yes: Iterable[str], no: Iterable[str], finished: bool = True
@@ -27,7 +31,7 @@ def first_verdict(
     """
     for verdict, words in ((True, yes), (False, no)):
         options = "|".join(re.escape(word) for word in words)
-        match = re.match(rf"[\W_]*(?:{options})(?![^\W_])[\W_]*", text, re.IGNORECASE)
+        match = re.match(rf"[\W_]*(?:{options})(?![^\W_])" + _AFTER_VERDICT, text, re.IGNORECASE)
         if match and (finished or not text[match.end() - 1].isalnum()):
             return verdict, text[match.end() :].strip()
     return None, text.strip()
