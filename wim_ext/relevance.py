@@ -172,7 +172,7 @@ class Likelihood:
         rows = len(encoded.ids) - asked[0] + 1
         logits = yield from session.read(sequence, encoded.ids, "classification", rows=rows)
         # Row r predicts the token after it: the rows begin one token before the question.
-        predicted = torch.log_softmax(logits.float(), dim=-1)[: len(asked)]
+        predicted = torch.log_softmax(logits[: len(asked)].float().cpu(), dim=-1)
         found = predicted.gather(1, torch.tensor([[encoded.ids[i]] for i in asked]))
         return float(found.mean())
 
