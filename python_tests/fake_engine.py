@@ -24,6 +24,7 @@ from wim_ext.events import (
     SegmentRead,
     Stats,
 )
+from wim_ext.segments import Context
 
 
 @dataclass
@@ -39,11 +40,15 @@ class FakeEngine:
     asked: list[tuple[str, str]] = field(default_factory=list)
 
     def stream(
-        self, context: str, question: str, should_stop: Callable[[], bool] | None = None
+        self,
+        context: Context | str,
+        question: str,
+        should_stop: Callable[[], bool] | None = None,
     ) -> Iterator[Event]:
-        self.asked.append((context, question))
+        text = Context.of(context).text
+        self.asked.append((text, question))
         try:
-            for event in self._events(context, question, should_stop or (lambda: False)):
+            for event in self._events(text, question, should_stop or (lambda: False)):
                 self.on_event(event)
                 yield event
         finally:

@@ -20,7 +20,8 @@ from wim_ext.console import (
     numbers,
     place_of,
 )
-from wim_ext.document_files import SourceFile, Sources
+from wim_ext.document_files import SourceFile, Sources, join_documents
+from wim_ext.document_formats import DocumentText
 from wim_ext.events import (
     AnswerToken,
     Margin,
@@ -32,6 +33,7 @@ from wim_ext.events import (
     Stats,
 )
 from wim_ext.progress import ProgressLine
+from wim_ext.segments import Context
 
 TEXT = "The harbour opened in 1871.\nNothing else of note happened here today.\n" * 3
 QUESTION = "When was the harbour opened?"
@@ -39,7 +41,7 @@ QUESTION = "When was the harbour opened?"
 
 def sources(text: str = TEXT, name: str = "town.md") -> Sources:
     starts = (0, *(m.end() for m in re.finditer("\n", text[:-1])))
-    return Sources(text, (SourceFile(name, (0, len(text)), "line", starts),))
+    return Sources(Context(text), (SourceFile(name, (0, len(text)), "line", starts),))
 
 
 def play(display: Display, engine: FakeEngine, text: str = TEXT) -> None:
@@ -208,11 +210,10 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_place_of_a_margin() -> None:
-    two = Sources(
-        "===== a =====\n\nx\n\n\n===== b.pdf =====\n\ny",
-        (SourceFile("a", (15, 17), "line", (0,)), SourceFile("b.pdf", (38, 39), "page", (0,))),
+    two = join_documents(
+        ["a", "b.pdf"], [DocumentText("x", "line", (0,)), DocumentText("y", "page", (0,))]
     )
-    assert place_of((0, 39), 0, two) == ("a, line 1 – b.pdf, page 1 (100%)")
+    assert place_of((0, len(two.text)), 0, two) == ("a, line 1 – b.pdf, page 1 (100%)")
     assert place_of((0, 5), 4, two) == "segment 5"
 
 

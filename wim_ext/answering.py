@@ -113,7 +113,10 @@ def _events(
     engine: Any, sources: Sources, request: Request, stop: StopOnInterrupt
 ) -> Iterator[Event]:
     # Closing the stream gives the pages of its sequences back, also when an interrupt ends the run.
-    with stop, closing(engine.stream(sources.text, request.question, should_stop=stop)) as events:
+    with (
+        stop,
+        closing(engine.stream(sources.context, request.question, should_stop=stop)) as events,
+    ):
         for event in events:
             if isinstance(event, AnswerToken):
                 stop.closing = True

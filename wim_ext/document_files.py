@@ -66,10 +66,14 @@ class Citation:
 
 @dataclass(frozen=True)
 class Sources:
-    """The text the model reads, and the documents it was made of."""
+    """What the model reads, and the documents it was made of."""
 
-    text: str
+    context: Context
     files: tuple[SourceFile, ...]
+
+    @property
+    def text(self) -> str:
+        return self.context.text
 
     def cite(self, span: tuple[int, int]) -> list[Citation]:
         """The pieces of documents that the characters `span` of `text` cover, in order.
@@ -124,7 +128,7 @@ def join_documents(names: Sequence[str], documents: Sequence[DocumentText]) -> S
         SourceFile(name, (begin, end), document.unit, document.starts)
         for name, document, (_, begin, end) in zip(names, documents, context.parts, strict=True)
     ]
-    return Sources(context.text, tuple(files))
+    return Sources(context, tuple(files))
 
 
 def _read_one(name: str, stdin: BinaryIO | None) -> DocumentText:
