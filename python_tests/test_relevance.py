@@ -197,7 +197,7 @@ def question_likelier_after(word: str, logit: float) -> object:
 
 def test_likelihood_writes_where_the_question_becomes_likelier() -> None:
     likely = question_likelier_after("Ada", 5.0)
-    margins, stats, _ = run(lambda prompt: "Ada keeps it.", "likelihood", likely)
+    margins, stats, model = run(lambda prompt: "Ada keeps it.", "likelihood", likely)
     kept = [m for m in margins if m.relevant]
     # Later segments leave the question as likely as it was: they add nothing.
     assert len(kept) == 1
@@ -209,6 +209,10 @@ def test_likelihood_writes_where_the_question_becomes_likelier() -> None:
     probe = len(CODEC.encode("\n\nA question that the last part of the text answers: " + QUESTION))
     assert stats.tokens["classification"] == probe * (len(margins) + 1)
     assert stats.tokens["margins"] == len(CODEC.encode("Ada keeps it."))
+    # The words before the margin are fed with the prompt and are not in the margin.
+    assert kept[0].text == "Ada keeps it."
+    lead = "<|im_start|>assistant\nAccording to the text,Ada keeps it."
+    assert any(CODEC.tokenizer.decode(s.tokens).endswith(lead) for s in model.released)
 
 
 def test_likelihood_measures_the_mean_log_probability() -> None:

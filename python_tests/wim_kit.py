@@ -19,6 +19,7 @@ from tokenizers import (
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from wim_ext.errors import StaleSequenceError
+from wim_ext.prompts import Prompts
 from wim_ext.work import Work, check_work
 
 CHATML = (
@@ -188,6 +189,7 @@ class ScriptedModel:
         self.released: list[ScriptedSequence] = []
         self.fail_at: int | None = None
         self.header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+        self.lead = tokenizer(Prompts().probed_lead, add_special_tokens=False)["input_ids"]
         # Logits of tokens that a test wants to look likely after a text.
         self.likely: Callable[[list[int]], dict[int, float]] = lambda tokens: {}
 
@@ -215,7 +217,10 @@ class ScriptedModel:
             logits[token] = value
         at = _last(tokens, self.header)
         if at is not None:
-            prompt, reply = tokens[: at + len(self.header)], tokens[at + len(self.header) :]
+            begin = at + len(self.header)
+            if tokens[begin : begin + len(self.lead)] == self.lead:
+                begin += len(self.lead)
+            prompt, reply = tokens[:begin], tokens[begin:]
             text = self.script(self.tokenizer.decode(prompt))
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             done = len(reply) >= len(ids)

@@ -46,7 +46,8 @@ class Prompts:
         extract_fused: asks for a verdict and, after it, what the text says about QUESTION.
         extract: asks for what the text says about QUESTION.
         probe: states QUESTION after a segment; `likelihood` measures how well the segment
-            predicts it. `extract_probed` goes on from there.
+            predicts it. `extract_probed` goes on from there, and `probed_lead` begins the reply:
+            small models copy what they should after such words, and ramble without.
         classify: asks whether MARGIN helps with QUESTION; `separate` reads the reply, `logit`
             compares the probabilities of its first word.
         margin: one kept MARGIN in the list of all of them.
@@ -75,6 +76,7 @@ class Prompts:
     )
     probe: Template = ("\n\nA question that the last part of the text answers: ", QUESTION)
     extract_probed: Template = ("\nCopy the sentence that answers it.",)
+    probed_lead: str = "According to the text,"
     classify: Template = (
         "Question: ",
         QUESTION,

@@ -159,7 +159,10 @@ class Likelihood:
         score = 1.0 / (1.0 + math.exp(-self.SHARPNESS * (gain - self.THRESHOLD)))
         if score < 0.5:
             return Draft("", False, score, 0)
-        reply = yield from _extract(session, place, fill(session.prompts.extract_probed))
+        prompts = session.prompts
+        reply = yield from _extract(
+            session, place, fill(prompts.extract_probed), lead=prompts.probed_lead
+        )
         text = reply.text.strip()
         return Draft(text, bool(text), score, len(reply.tokens))
 
@@ -178,8 +181,8 @@ class Likelihood:
 
     def prompt_tokens(self, session: Session) -> int:
         text, _ = _filled_with_position(session)
-        probe = len(session.writer.codec.encode(text))
-        return probe + _turn_tokens(session, session.prompts.extract_probed)
+        prompts, probe = session.prompts, session.writer.codec.encode(text)
+        return len(probe) + len(session.turn(fill(prompts.extract_probed), prompts.probed_lead))
 
 
 class Called:
@@ -231,10 +234,14 @@ def _plain_margin(session: Session, place: Place) -> Drafting:
 
 
 def _extract(
-    session: Session, place: Place, prompt: str, enough: Callable[[str], bool] | None = None
+    session: Session,
+    place: Place,
+    prompt: str,
+    enough: Callable[[str], bool] | None = None,
+    lead: str = "",
 ) -> Generator[Task, None, Generation]:
     limit = session.writer.max_margin_tokens
-    return session.reply(place.branch, prompt, _EXTRACTING, limit, place.index, enough)
+    return session.reply(place.branch, prompt, _EXTRACTING, limit, place.index, enough, lead)
 
 
 def _conversation(session: Session, place: Place) -> Any:

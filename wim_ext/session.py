@@ -67,22 +67,24 @@ class Session:
         max_tokens: int,
         stream: int,
         enough: Callable[[str], bool] | None = None,
+        lead: str = "",
     ) -> Generator[Task, None, Generation]:
         """Ends the user's turn with `text` and generates the model's reply.
 
         `phases` name the prompt's and the reply's tokens; `stream` numbers the random stream;
-        `enough` may end the reply early.
+        `enough` may end the reply early; `lead` is put in the model's mouth and not returned.
         """
         writer = self.writer
         sampler = Sampler(writer.sampling, stream)
         generation = Generation(
             writer.codec, sampler, phases[1], max_tokens, writer.stop_ids, enough=enough
         )
-        task = Task(sequence, self.turn(text), phases[0], generation)
+        task = Task(sequence, self.turn(text, lead), phases[0], generation)
         yield from writer.engine.run(task, self.stats)
         self.stats.generated_tokens += len(generation.tokens)
         return generation
 
-    def turn(self, text: str) -> list[int]:
-        """Tokens that end the user's turn with `text` and open the reply."""
-        return self.writer.codec.encode(text) + self.writer.layout.closing
+    def turn(self, text: str, lead: str = "") -> list[int]:
+        """Tokens that end the user's turn with `text` and open the reply with `lead`."""
+        encode = self.writer.codec.encode
+        return encode(text) + self.writer.layout.closing + encode(lead)
