@@ -94,12 +94,18 @@ def check_plan(plan: AttentionPlan, batch: Batch) -> PlanArrays:
     arrays = PlanArrays(plan)
     pieces: dict[int, list[Row]] = defaultdict(list)
     visible = batch.visible()
+    own_pages = _pages_used(visible, len(batch.rows), batch.page_size)
+    tile_tokens = max(1, 128 * batch.num_kv_heads // batch.num_heads)
     pages_read = pages_alone = 0
     for item in arrays.items:
         rows = arrays.rows_of(item)
         assert rows, "an item without rows"
         assert min(r.low for r in rows) == item.key_begin
         assert max(r.high for r in rows) == item.key_end
+        # Only entries of the block table that the plan's hash covers are read: the sequence's own.
+        assert own_pages[item.sequence].start <= item.key_begin // batch.page_size
+        assert (item.key_end - 1) // batch.page_size < own_pages[item.sequence].stop
+        assert len(rows) <= max(1, tile_tokens + tile_tokens // 2)
         pages_read += len(_page_range(item.key_begin, item.key_end, batch.page_size))
         ranges: dict[int, list[int]] = {}
         for row in rows:
@@ -159,6 +165,16 @@ def _check_cover(own: list[Row], low: int, high: int) -> None:
         assert after.low % CELL == 0
         assert (after.high - 1) // CELL == after.low // CELL
     assert all(r.low < r.high for r in own)
+
+
+def _pages_used(visible: list[tuple[int, int, int]], sequences: int, page_size: int) -> list[range]:
+    """Per sequence, the pages on which its rows see a key."""
+    result = [range(0)] * sequences
+    for b, low, high in visible:
+        if low < high:
+            pages, before = _page_range(low, high, page_size), result[b] or range(2**31, 0)
+            result[b] = range(min(pages.start, before.start), max(pages.stop, before.stop))
+    return result
 
 
 def _page_range(low: int, high: int, page_size: int) -> range:

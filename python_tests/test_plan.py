@@ -150,6 +150,13 @@ def test_nested_forks_share_what_they_have_in_common() -> None:
     assert report.pages_without_sharing == sum(at // 64 + 1 for at in forks)
 
 
+def test_a_short_sequence_follows_a_longer_one_that_comes_later() -> None:
+    batch = Batch([list(range(20))] * 3, [1, 1, 1], [600, 900, 700], 64)
+    plan = plan_of(batch)
+    check_plan(plan, batch)
+    assert plan.report.pages_read == 15
+
+
 def test_branches_ride_along_with_the_trunks_chunk() -> None:
     pages = Pages(random.Random(0))
     trunk = pages.fresh(80)
@@ -192,6 +199,31 @@ def test_a_window_reads_only_its_pages() -> None:
     check_plan(plan, batch)
     assert plan.report.pages_read == 2
     assert plan.report.scores == 100 * 4
+
+
+def test_pages_below_a_chunks_window_are_not_borrowed_from_it() -> None:
+    """The chunk no longer reads them; its block table may hold anything there by the next call."""
+    trunk = list(range(80))
+    batch = Batch([trunk, trunk], [256, 1], [4608, 900], 64, window_size=(1000, -1))
+    arrays = check_plan(plan_of(batch), batch)
+    branch = [i for i in arrays.items if any(r.token == 256 for r in arrays.rows_of(i))]
+    assert [i.sequence for i in branch] == [1, 1]
+
+
+def test_windows_that_overlap_only_in_part_are_not_shared() -> None:
+    trunk = list(range(8))
+    batch = Batch([trunk, trunk], [1, 1], [400, 464], 64, window_size=(150, -1))  # pages 3-6, 4-7
+    plan = plan_of(batch)
+    check_plan(plan, batch)
+    assert plan.report.pages_read == 8
+
+
+def test_a_hundred_branches_fill_several_tiles_of_their_trunk() -> None:
+    trunk = list(range(80))
+    batch = Batch([trunk] * 101, [256] + [1] * 100, [4608] + [4608] * 100, 64)
+    plan = plan_of(batch)
+    check_plan(plan, batch)  # no tile above one and a half times its size
+    assert plan.report.pages_read < plan.report.pages_without_sharing / 5
 
 
 def test_few_long_tiles_are_split_for_the_threads() -> None:
