@@ -3,7 +3,7 @@
 The tolerance rules are stated here and nowhere else (errors are measured against float64):
 
 R1  16-bit outputs: error <= 1.5 x the error of rounding the exact result to the dtype, + 1e-6.
-R2  float32 outputs: error <= 1.5 x that of naive float32 arithmetic, + 1e-6.
+R2  float32 outputs: error <= 2 x that of naive float32 arithmetic, + 1e-6.
 R3  lse: |error| <= 1e-5 x max(1, |lse|).
 R4  A row without a key is exactly 0, its lse exactly -inf (exactly the sink, where there is one).
 R5  NaN and infinity stand exactly where the exact result has them.
@@ -11,7 +11,8 @@ R5  NaN and infinity stand exactly where the exact result has them.
 R1 holds for each class of rows that see about equally many keys (within a power of two), not for
 the tensor as a whole: a row over 16,384 keys is a hundred times smaller than a row over one, and an
 error in it must not hide behind the rounding of the other. R2 holds for the whole: in float32 the
-error comes from the rounding of the scores, whatever the size of the result.
+error comes from the rounding of the scores, whatever the size of the result. (2 = 1.5 x log2(e), a
+little less: kernels take powers of 2, and base-2 scores are that much larger.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ROUNDINGS = 1.5  # R1, R2
+ROUNDINGS = 1.5  # R1
+NAIVE_ERRORS = 2.0  # R2
 FLOOR = 1e-6  # R1, R2
 LSE_RELATIVE = 1e-5  # R3
 CANARY = -12345.0  # exact in every dtype but float16, where it rounds to another odd number
@@ -48,18 +50,19 @@ def assert_matches(
     """
     assert out.shape == exact.shape, f"shape {tuple(out.shape)}, expected {tuple(exact.shape)}"
     _assert_finite_alike(out, exact, "out")
-    measures = naive if out.dtype == torch.float32 else (exact.to(out.dtype),)
+    is_f32 = out.dtype == torch.float32
+    measures, factor = (naive, NAIVE_ERRORS) if is_f32 else ((exact.to(out.dtype),), ROUNDINGS)
     allowed = torch.stack([_error(m, exact) for m in measures]).amax(dim=0)
     error = _error(out, exact)
 
     empty = keys_seen == 0
     assert (out[empty] == 0).all(), "a row without a key is not exactly 0 (R4)"
     row_class = keys_seen.clamp(min=1).double().log2().floor().long()
-    if out.dtype == torch.float32:
+    if is_f32:
         row_class.zero_()
     for c in sorted(set(row_class[~empty].tolist())):
         members = (row_class == c) & ~empty
-        limit = ROUNDINGS * float(allowed[members].max()) + FLOOR
+        limit = factor * float(allowed[members].max()) + FLOOR
         worst = float(error[members].max())
         assert worst <= limit, (
             f"rows of class {c} (2^{c} keys or more): error {worst:.3e} above {limit:.3e} "
