@@ -55,6 +55,14 @@ def find_torch() -> Path:
     sys.exit(NO_TORCH)
 
 
+def source_digest() -> str:
+    """`wim_ext/_source.py`, loaded by path: importing the package needs what is built here."""
+    spec = importlib.util.spec_from_file_location("_source", ROOT / "wim_ext" / "_source.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.source_digest(ROOT / "csrc"))
+
+
 def torch_has_cuda(torch: Path) -> bool:
     """Reads torch/version.py as text: importing torch would fail in an isolated build."""
     match = re.search(r"^cuda\b[^=]*=\s*(.+)$", (torch / "version.py").read_text(), re.MULTILINE)
@@ -125,6 +133,7 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DWIM_TORCH_DIR={torch}",
             f"-DWIM_VERSION={self.distribution.get_version()}",
+            f"-DWIM_SOURCE_DIGEST={source_digest()}",
             f"-DWIM_CUDA={'ON' if nvcc else 'OFF'}",
         ]
         if nvcc:

@@ -119,4 +119,5 @@ PYBIND11_MODULE(_C, module) {
   wim::bind_stats(module);
   wim::bind_page_table(module);
   module.attr("version") = WIM_VERSION;
+  module.attr("source_digest") = WIM_SOURCE_DIGEST;
 }

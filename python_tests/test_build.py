@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from wim_ext._source import source_digest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "wim_ext"
 
@@ -77,6 +79,33 @@ def test_reads_cuda_from_torchs_version_file(
     assert build.torch_has_cuda(tmp_path) is expected
 
 
+class TestSourceDigest:
+    @pytest.fixture
+    def csrc(self, tmp_path: Path) -> Path:
+        (tmp_path / "cpu").mkdir()
+        (tmp_path / "plan.h").write_text("int a;")
+        (tmp_path / "cpu" / "gemm.h").write_text("int b;")
+        return tmp_path
+
+    def test_the_build_and_the_loader_agree(self, build: ModuleType) -> None:
+        assert build.source_digest() == source_digest(ROOT / "csrc")
+
+    def test_contents_count(self, csrc: Path) -> None:
+        before = source_digest(csrc)
+        (csrc / "cpu" / "gemm.h").write_text("int c;")
+        assert source_digest(csrc) != before
+
+    def test_names_count(self, csrc: Path) -> None:
+        before = source_digest(csrc)
+        (csrc / "cpu" / "gemm.h").rename(csrc / "cpu" / "pack.h")
+        assert source_digest(csrc) != before
+
+    def test_other_files_do_not(self, csrc: Path) -> None:
+        before = source_digest(csrc)
+        (csrc / "notes.txt").write_text("no source")
+        assert source_digest(csrc) == before
+
+
 class TestCudaChoice:
     """WIM_CUDA = auto | on | off, against a source tree with CUDA files and a nvcc or not."""
 
@@ -132,9 +161,15 @@ class TestCudaChoice:
         assert "CUDA library left out (WIM_CUDA=auto)" in capsys.readouterr().out
 
 
+# An editable install would find the modules that a test took out of its copy of the package.
+WITHOUT_EDITABLE_FINDER = (
+    "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+)
+
+
 def run_import(package_root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "import wim_ext._native as n; print(n.VERSION)"],
+        [sys.executable, "-c", WITHOUT_EDITABLE_FINDER + "import wim_ext._native"],
         cwd=package_root,
         env={"PYTHONPATH": str(package_root), "PATH": "/usr/bin:/bin", "HOME": str(package_root)},
         capture_output=True,
@@ -179,9 +214,25 @@ class TestLoader:
         error = run_import(copied_package).stderr
         assert "_ops_cpu.so is missing" in error
 
-    def test_torn_op_library(self, copied_package: Path) -> None:
+    def test_source_folder_that_hides_an_installed_package(self, copied_package: Path) -> None:
+        (copied_package / "csrc").mkdir()
+        for path in (copied_package / "wim_ext").glob("_C.*so"):
+            path.unlink()
+        error = run_import(copied_package).stderr
+        assert "is a source folder, which hides an installed wim_ext: run Python from" in error
+
+    def test_sources_changed_since_the_build(self, copied_package: Path) -> None:
+        shutil.copytree(ROOT / "csrc", copied_package / "csrc")
+        assert run_import(copied_package).returncode == 0
+        with (copied_package / "csrc" / "plan.h").open("a") as header:
+            header.write("// one more line\n")
+        error = run_import(copied_package).stderr
+        assert "libraries were built before the last change in" in error
+        assert "pip install --no-build-isolation -e ." in error
+
+    def test_op_library_that_is_none(self, copied_package: Path) -> None:
         path = copied_package / "wim_ext" / "_ops_cpu.so"
-        path.write_bytes(path.read_bytes()[:1000])
+        path.write_bytes(b"not a shared library")
         error = run_import(copied_package).stderr
         assert "_ops_cpu.so does not load into torch" in error
         assert "it needs torch >= 2.10" in error

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Bottom first. A module may import from its own floor and from those under it.
 FLOORS: list[set[str]] = [
     {"errors"},
-    {"_native", "_C", "reference"},
+    {"_source", "_native", "_C", "reference"},
     {"op_errors", "op_fakes", "plan"},
     {"ops"},
     {"storage", "sequence", "batch", "cache"},

@@ -2,6 +2,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 version: str
+source_digest: str  # of csrc/ when it was built, see wim_ext._source
 
 class Reservation:
     @property

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wim_ext._source import source_digest
+
 if TYPE_CHECKING:
     from wim_ext import _C
 
@@ -19,6 +21,7 @@ __all__ = ["CUDA_STATUS", "VERSION", "PageTable"]
 
 VERSION = "0.1.0"
 _HERE = Path(__file__).resolve().parent
+_CHECKOUT = _HERE.parent / "csrc"  # not there in an installed package
 _REBUILD = (
     "rebuild it with `pip install --no-build-isolation -e .` in a checkout, "
     "or install wim_ext again with `pip install --force-reinstall --no-deps`"
@@ -29,13 +32,27 @@ def _load_page_table() -> type[_C.PageTable]:
     try:
         from wim_ext import _C
     except ImportError as error:
-        built = ", ".join(sorted(p.name for p in _HERE.glob("_C*"))) or "none"
+        built = ", ".join(sorted(p.name for p in _HERE.glob("_C.*so"))) or "none"
+        hint = (
+            f"{_HERE.parent} is a source folder, which hides an installed wim_ext: run Python "
+            "from another folder, or "
+            if _CHECKOUT.is_dir()
+            else ""
+        )
         raise ImportError(
             f"wim_ext's native module _C cannot be loaded by Python {sys.version.split()[0]} "
-            f"(built here: {built}; {error}); {_REBUILD}"
+            f"(built here: {built}; {error}); {hint}{_REBUILD}"
         ) from error
     _check_version("_C", _C.version)
+    _check_sources(_C.source_digest)
     return _C.PageTable
+
+
+def _check_sources(built_from: str) -> None:
+    if _CHECKOUT.is_dir() and built_from != source_digest(_CHECKOUT):
+        raise ImportError(
+            f"wim_ext's libraries were built before the last change in {_CHECKOUT}; {_REBUILD}"
+        )
 
 
 def _check_version(library: str, found: str) -> None:
