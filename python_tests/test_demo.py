@@ -81,8 +81,6 @@ def test_the_demo_is_visibly_right(smollm2: Any, monkeypatch: pytest.MonkeyPatch
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert "ZeroDivisionError" in result["answer"]
-    kept = [margin for margin in result["margins"] if margin["relevant"]]
-    assert any("ZeroDivisionError" in margin["text"] for margin in kept)
-    assert len(kept) < len(result["margins"]) / 2
-    named = {source["document"] for margin in kept for source in margin["sources"]}
-    assert "help('power')" in named
+    (kept,) = [margin for margin in result["margins"] if margin["relevant"]]
+    assert "ZeroDivisionError" in kept["text"]
+    assert [source["document"] for source in kept["sources"]] == ["help('power')"]

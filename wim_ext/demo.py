@@ -23,7 +23,7 @@ QUESTION = "What error is raised when 0.0 is raised to a negative power?"
 
 
 def demo_sources() -> Sources:
-    """The pages one after the other, as in a manual; each has its own name for citations.
+    """The pages one after the other, as in a manual; segments end where a page does.
 
     Raises:
         DocumentFileError: this Python came without its help texts.
@@ -42,7 +42,8 @@ def demo_sources() -> Sources:
         span = (len(text), len(text) + len(page.text))
         files.append(SourceFile(f"help('{name}')", span, page.unit, page.starts))
         text += page.text + "\n"
-    return Sources(Context(text), tuple(files))
+    parts = [(file.name, *file.span) for file in files]
+    return Sources(Context(text, parts), tuple(files))
 
 
 def demo_request(**options: Any) -> Request:
