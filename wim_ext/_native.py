@@ -7,6 +7,7 @@ effect of the import, the `torch.ops.wim_ext` namespace.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,8 +68,9 @@ def _load_ops(name: str) -> None:
     path = _HERE / f"{name}.so"
     if not path.is_file():
         raise ImportError(f"wim_ext's op library {path} is missing; {_REBUILD}")
+    load: Callable[[Path], None] = torch.ops.load_library
     try:
-        torch.ops.load_library(path)
+        load(path)
     except (OSError, RuntimeError) as error:
         raise ImportError(
             f"wim_ext's op library {path.name} does not load into torch {torch.__version__} "
