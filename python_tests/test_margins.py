@@ -303,7 +303,7 @@ def test_what_is_promised_to_fit_fits() -> None:
         ({"prefill_chunk": 0}, "prefill_chunk must be 1 or more, got 0"),
         ({"schedule": "overlap"}, "schedule must be one of rollback, got 'overlap'"),
         ({"use": "notes"}, r"use must be one of context\+margins, margins, context, got 'notes'"),
-        ({"relevance": "vibes"}, "relevance must be one of fused, separate, logit"),
+        ({"relevance": "vibes"}, "relevance must be one of auto, fused, separate, logit"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from wim_kit import ScriptedModel, byte_level_tokenizer
 
 from wim_ext.events import Margin, Stats
 from wim_ext.margins import WritingInTheMargins
-from wim_ext.relevance import Likelihood, mode_named
+from wim_ext.relevance import Likelihood, mode_named, suited_mode
 from wim_ext.tokens import TextCodec
 from wim_ext.verdicts import first_verdict, probability_of_yes, says_no, verdict_ids
 
@@ -88,9 +88,41 @@ def test_unreadable_logits_are_an_error() -> None:
 
 
 def test_unknown_modes_name_the_known_ones() -> None:
-    match = r"relevance must be one of fused, separate, logit, likelihood or a callable, got 'no'"
+    match = (
+        r"relevance must be one of auto, fused, separate, logit, likelihood or a callable, "
+        r"got 'no'"
+    )
     with pytest.raises(ValueError, match=match):
         mode_named("no")
+
+
+class Sized:
+    """A model of which only the size is known."""
+
+    def __init__(self, parameters: int) -> None:
+        self.hf_model = self
+        self.num_parameters = lambda: parameters
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        (Sized(135_000_000), "likelihood"),
+        (Sized(999_999_999), "likelihood"),
+        (Sized(1_000_000_000), "fused"),
+        (object(), "fused"),
+    ],
+)
+def test_small_models_are_not_asked_for_yes_and_no(model: object, mode: str) -> None:
+    assert suited_mode(model) == mode
+
+
+def test_the_chosen_mode_can_be_asked_for() -> None:
+    model = ScriptedModel(CODEC.tokenizer, lambda prompt: "")
+    assert WritingInTheMargins(model, CODEC.tokenizer).relevance == "fused"
+    model.hf_model = Sized(1000)
+    assert WritingInTheMargins(model, CODEC.tokenizer).relevance == "likelihood"
+    assert WritingInTheMargins(model, CODEC.tokenizer, relevance="logit").relevance == "logit"
 
 
 def run(

@@ -16,7 +16,7 @@ from wim_ext.events import Event, Margin, Result, Stats
 from wim_ext.loading import load
 from wim_ext.model import open_model
 from wim_ext.prompts import Layout, Prompts
-from wim_ext.relevance import Judge, mode_named
+from wim_ext.relevance import Judge, mode_named, suited_mode
 from wim_ext.room import check_room
 from wim_ext.run import Run, read_all
 from wim_ext.sampling import Sampling
@@ -51,8 +51,9 @@ class WritingInTheMargins:
         tokenizer: its tokenizer, a fast one. Its chat template is used if it has one.
         segment_tokens: most tokens of the document between two margins.
         max_margin_tokens, max_answer_tokens: most tokens generated for each.
-        relevance: how margins are judged: "fused", "separate", "logit", "likelihood" or a callable
-            (margin, question[, segment text]) -> bool or score; see `wim_ext.relevance`.
+        relevance: how margins are judged: "auto" (by the model's size), "fused", "separate",
+            "logit", "likelihood" or a callable (margin, question[, segment text]) -> bool or score;
+            see `wim_ext.relevance`.
         use: what the answer sees: "context+margins", "margins" or "context" (then no margins are
             written).
         schedule: "rollback": one margin at a time, right after its segment.
@@ -78,7 +79,7 @@ class WritingInTheMargins:
         segment_tokens: int = 1024,
         max_margin_tokens: int = 64,
         max_answer_tokens: int = 256,
-        relevance: str | Judge = "fused",
+        relevance: str | Judge = "auto",
         use: str = "context+margins",
         schedule: str = "rollback",
         prefill_chunk: int = 256,
@@ -92,11 +93,14 @@ class WritingInTheMargins:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.use = _checked_use(use)
         self.segment_tokens = segment_tokens
-        self._new_mode = mode_named(relevance)
+        if relevance != "auto":
+            mode_named(relevance)  # a wrong name is told before the model is probed
         prompts = prompts or Prompts()
         codec = TextCodec(tokenizer)
         layout = Layout.of(codec, prompts)
         self.model = model if hasattr(model, "tokens_processed") else open_model(model)
+        self.relevance = suited_mode(self.model) if relevance == "auto" else relevance
+        self._new_mode = mode_named(self.relevance)
         self.tokenizer = tokenizer
         self._effort = Effort(self.model)
         self._writer = Writer(
