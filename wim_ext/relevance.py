@@ -12,8 +12,8 @@ segment and returns a `Draft`.
 `likelihood` is the query-likelihood model of retrieval (Ponte and Croft, 1998), asked of the cache:
 it needs no ability to follow instructions, so it serves models too small for the others, and it
 drops segments that only repeat what was read before. "auto" takes it for models of less than a
-billion parameters, "fused" for the others: SmolLM2-135M's yes and no were at chance in every wording
-tried, its likelihoods told the right segment from the others.
+billion parameters, "fused" for the others: SmolLM2-135M's yes and no were at chance in every
+wording tried, its likelihoods told the right segment from the others.
 """
 
 from __future__ import annotations
