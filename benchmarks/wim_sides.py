@@ -152,6 +152,7 @@ def side_runner(side: str, settings: argparse.Namespace) -> Callable[[str], dict
         segment_tokens=settings.segment_tokens,
         max_margin_tokens=settings.max_margin_tokens,
         max_answer_tokens=settings.max_answer_tokens,
+        relevance="fused",
         use="context" if side == "wim_ext plain" else "context+margins",
     )
     return lambda document: run_wim_ext(engine, document, settings.question)

@@ -207,7 +207,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, town: str) -> Non
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--relevance", "maybe"], "'maybe' is not one of 'fused', 'separate', 'logit'"),
+        (["--relevance", "maybe"], "'maybe' is not one of 'auto', 'fused', 'separate', 'logit'"),
         (["--use", "all"], "'all' is not one of 'context+margins', 'margins', 'context'"),
         (["--dtype", "int8"], "'int8' is not one of"),
         (["--segment-tokens", "0"], "--segment-tokens"),

@@ -28,7 +28,7 @@ class Request:
     segment_tokens: int = 1024
     max_margin_tokens: int = 64
     max_answer_tokens: int = 256
-    relevance: str = "fused"
+    relevance: str = "auto"
     use: str = "context+margins"
     dtype: str = "auto"
     device: str = "auto"

@@ -43,6 +43,7 @@ app = typer.Typer(
 class Relevance(str, Enum):
     """The named modes of `wim_ext.relevance`."""
 
+    auto = "auto"
     fused = "fused"
     separate = "separate"
     logit = "logit"
@@ -116,7 +117,7 @@ def answer(
     segment_tokens: SegmentTokens = 1024,
     max_margin_tokens: MarginTokens = 64,
     max_answer_tokens: AnswerTokens = 256,
-    relevance: RelevanceOption = Relevance.fused,
+    relevance: RelevanceOption = Relevance.auto,
     use: UseOption = Use.both,
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
