@@ -125,6 +125,17 @@ def test_the_chosen_mode_can_be_asked_for() -> None:
     assert WritingInTheMargins(model, CODEC.tokenizer, relevance="logit").relevance == "logit"
 
 
+def test_segments_are_shorter_where_the_last_words_matter() -> None:
+    model = ScriptedModel(CODEC.tokenizer, lambda prompt: "")
+
+    def segment_tokens(**options: object) -> int:
+        return WritingInTheMargins(model, CODEC.tokenizer, **options).segment_tokens
+
+    assert segment_tokens() == 1024
+    assert segment_tokens(relevance="likelihood") == 400
+    assert segment_tokens(relevance="likelihood", segment_tokens=50) == 50
+
+
 def run(
     script: object, relevance: object, likely: object = None, **options: object
 ) -> tuple[list[Margin], Stats, ScriptedModel]:

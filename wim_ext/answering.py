@@ -25,7 +25,7 @@ class Request:
 
     question: str
     model: str | None = None
-    segment_tokens: int = 1024
+    segment_tokens: int | None = None
     max_margin_tokens: int = 64
     max_answer_tokens: int = 256
     relevance: str = "auto"

@@ -78,7 +78,12 @@ Model = Annotated[
         help="Hub id, folder or .gguf file.", show_default="the built-in SmolLM2-135M-Instruct"
     ),
 ]
-SegmentTokens = Annotated[int, typer.Option(min=1, help="Tokens a segment: one margin for each.")]
+SegmentTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens a segment: one margin for each.", show_default="1024; small models 400"
+    ),
+]
 MarginTokens = Annotated[int, typer.Option(min=1, help="Longest margin, in tokens.")]
 AnswerTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
 RelevanceOption = Annotated[Relevance, typer.Option(help="How margins are judged.")]
@@ -114,7 +119,7 @@ def answer(
     documents: Documents,
     question: Question,
     model: Model = None,
-    segment_tokens: SegmentTokens = 1024,
+    segment_tokens: SegmentTokens = None,
     max_margin_tokens: MarginTokens = 64,
     max_answer_tokens: AnswerTokens = 256,
     relevance: RelevanceOption = Relevance.auto,

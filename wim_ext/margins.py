@@ -49,7 +49,8 @@ class WritingInTheMargins:
     Args:
         model: a Hugging Face causal LM, a `PagedModel` or a `FallbackModel`.
         tokenizer: its tokenizer, a fast one. Its chat template is used if it has one.
-        segment_tokens: most tokens of the document between two margins.
+        segment_tokens: most tokens of the document between two margins. Default: 1,024, and 400
+            where `relevance` is "likelihood": a small model speaks of what it read last.
         max_margin_tokens, max_answer_tokens: most tokens generated for each.
         relevance: how margins are judged: "auto" (by the model's size), "fused", "separate",
             "logit", "likelihood" or a callable (margin, question[, segment text]) -> bool or score;
@@ -76,7 +77,7 @@ class WritingInTheMargins:
         model: Any,
         tokenizer: Any,
         *,
-        segment_tokens: int = 1024,
+        segment_tokens: int | None = None,
         max_margin_tokens: int = 64,
         max_answer_tokens: int = 256,
         relevance: str | Judge = "auto",
@@ -86,13 +87,13 @@ class WritingInTheMargins:
         sampling: Sampling | None = None,
         prompts: Prompts | None = None,
     ) -> None:
-        _at_least_one("segment_tokens", segment_tokens)
+        if segment_tokens is not None:
+            _at_least_one("segment_tokens", segment_tokens)
         _at_least_one("max_margin_tokens", max_margin_tokens)
         _at_least_one("max_answer_tokens", max_answer_tokens)
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.use = _checked_use(use)
-        self.segment_tokens = segment_tokens
         if relevance != "auto":
             mode_named(relevance)  # a wrong name is told before the model is probed
         prompts = prompts or Prompts()
@@ -101,6 +102,7 @@ class WritingInTheMargins:
         self.model = model if hasattr(model, "tokens_processed") else open_model(model)
         self.relevance = suited_mode(self.model) if relevance == "auto" else relevance
         self._new_mode = mode_named(self.relevance)
+        self.segment_tokens = segment_tokens or (400 if self.relevance == "likelihood" else 1024)
         self.tokenizer = tokenizer
         self._effort = Effort(self.model)
         self._writer = Writer(
