@@ -114,7 +114,8 @@ def pybind11_include() -> str:
 def build(folder: Path) -> Path:
     source, library = folder / "page_table.cpp", folder / "_C.so"
     source.write_text(mutated_source())
-    flags = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", '-DWIM_VERSION="mutant"']
+    flags = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden"]
+    flags += ['-DWIM_VERSION="mutant"', '-DWIM_SOURCE_DIGEST="mutant"']
     flags += [f"-I{d}" for d in (CSRC, sysconfig.get_paths()["include"], pybind11_include())]
     compiler = os.environ.get("CXX", "c++")
     files = [str(source), str(CSRC / "bindings.cpp")]
