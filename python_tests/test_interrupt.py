@@ -49,3 +49,14 @@ def test_in_another_thread_nothing_changes() -> None:
     thread.start()
     thread.join()
     assert seen == [False, signal.default_int_handler]
+
+
+def test_a_background_job_keeps_ignoring_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopOnInterrupt() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.asked
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

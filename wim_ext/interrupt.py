@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 __all__ = ["StopOnInterrupt"]
@@ -14,7 +15,8 @@ class StopOnInterrupt:
 
     Once `closing` is set there is nothing left that could stop early, and the first SIGINT raises.
     SIGTERM raises SystemExit(143), so that the terminal is restored on the way out. Outside the
-    main thread, where Python delivers no signals, entering changes nothing.
+    main thread, where Python delivers no signals, entering changes nothing; a signal that the
+    caller had ignored, as a shell does for background jobs, stays ignored.
 
     The handler only sets a flag: it may run in the middle of a write to the very stream that a
     message would have to go to.
@@ -31,8 +33,8 @@ class StopOnInterrupt:
 
     def __enter__(self) -> StopOnInterrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
+            self._handle(signal.SIGINT, self._interrupt)
+            self._handle(signal.SIGTERM, self._terminate)
         return self
 
     def __exit__(
@@ -44,6 +46,12 @@ class StopOnInterrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before.clear()
+
+    def _handle(
+        self, number: signal.Signals, handler: Callable[[int, FrameType | None], None]
+    ) -> None:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            self._before[number] = signal.signal(number, handler)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         if self.asked or self.closing:
