@@ -206,35 +206,3 @@ def test_cpu_kernels_are_told() -> None:
     assert in_use in available
     assert set(available) <= set(built)
     assert in_use == available[0] or "WIM_CPU_ISA" in why
-
-
-def test_plan_of_another_call_is_refused() -> None:
-    query, k_cache, v_cache, table, cu, used = sequence(300, 2)
-    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "page_size": PAGE}
-    plan = ops.plan_attention(table, cu, used, **sizes)
-    attend = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "plan": plan}
-    same = {"block_table": table, "cu_seqlens_q": cu, "seqused_k": used}
-    ops.paged_attention(**attend, **same)
-    other_pages = torch.roll(table, 1, dims=1)
-    for change, text in (
-        ({"seqused_k": used - 1}, "sequence 0 has other lengths"),
-        ({"block_table": other_pages}, "block_table has other pages"),
-        ({"causal": False}, "its causal is 1, this call's is 0"),
-        ({"window_size": (7, -1)}, "its window_left is -1, this call's is 7"),
-        ({"window_size": (-1, 7)}, "its window_right is -1, this call's is 7"),
-    ):
-        with pytest.raises(ValueError, match=f"plan was made for another batch: {text}"):
-            ops.paged_attention(**attend, **{**same, **change})
-
-
-@pytest.mark.parametrize("damage", ["sliced", "changed", "short", "dtype"])
-def test_damaged_plan_is_refused(damage: str) -> None:
-    query, k_cache, v_cache, *tables = sequence(300, 2)
-    plan = ops.plan_attention(*tables, num_heads=HEADS, num_kv_heads=KV_HEADS, page_size=PAGE)
-    tensor = plan.tensor.clone()
-    if damage == "changed":
-        tensor[-1] += 1
-    bad = {"sliced": tensor[:-4], "changed": tensor, "short": tensor[:5], "dtype": tensor.long()}
-    text = "must have dtype int32" if damage == "dtype" else "unchanged result of plan_attention"
-    with pytest.raises(ValueError, match=f"plan must .*{text}|plan {text}"):
-        ops.paged_attention(query, k_cache, v_cache, *tables, plan=type(plan)(bad[damage]))
