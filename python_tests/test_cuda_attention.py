@@ -210,6 +210,18 @@ class TestSpecialValues:
         assert lse.isnan().sum() == 1
 
 
+def test_bc16_the_longest_sequence(cuda: EmulatedOps) -> None:
+    """2^31 - 1 keys, all on one page: the end of the last cell is no 32-bit number."""
+    length, page_size = 2**31 - 1, 256
+    inputs = build(
+        Case("longest", (Span(1, 255),), torch.float32, 1, 1, 8, 8, page_size, window_size=(3, -1))
+    )
+    near, _ = attend(cuda, inputs)
+    inputs.block_table = inputs.block_table[:, :1].expand(1, -(-length // page_size)).contiguous()
+    inputs.seqused_k[0] = length
+    assert_bitwise_equal(attend(cuda, inputs)[0], near)
+
+
 def test_bc15_int64_offsets(cuda: EmulatedOps, tmp_path: Path) -> None:
     """A sparse cache whose last page lies beyond 2^31 elements, written, copied and read."""
     stride = 2**30 + 8

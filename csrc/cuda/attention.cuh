@@ -174,8 +174,8 @@ __global__ void attention_kernel(AttentionParams params, DevicePlan plan, Partia
     const Row<T> row(params, plan.tokens[part.token], part.token, head, slice, item.sequence);
     State state;
     for (int32_t low = part.low, high; low < part.high; low = high) {
-      high = (low / kCellKeys + 1) * kCellKeys;
-      if (high > part.high) high = part.high;
+      const int64_t cell_end = (low / kCellKeys + 1) * int64_t{kCellKeys};  // perhaps 2^31
+      high = cell_end < part.high ? static_cast<int32_t>(cell_end) : part.high;
       fold(&state, row.attend(params, low, high));
     }
     if (part.slot < 0) {

@@ -139,6 +139,17 @@ def test_bc16_millions_of_one_token_pages():
     assert out.flatten().tolist() == pytest.approx([wanted] * 8, abs=2e-6)
 
 
+def test_bc16_the_longest_sequence():
+    """2^31 - 1 keys, all on one page: the end of the last cell is no 32-bit number."""
+    length, page_size = 2**31 - 1, 256
+    x = build(Case("bc16-longest", (Span(1, 255),), head_dim=8, v_head_dim=8, page_size=page_size))
+    window = {"window_size": (3, -1)}
+    near = ops.paged_attention(*x.args, **window)
+    table = x.block_table[:, :1].expand(1, -(-length // page_size)).contiguous()
+    far = ops.paged_attention(*x.args[:3], table, x.cu_seqlens_q, ints(length), **window)
+    assert_bitwise_equal(far, near)
+
+
 @pytest.mark.parametrize("length", [49, 64, 10_000, 2**31 - 1])
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_bc17_capacity(sequence, length):
