@@ -74,7 +74,8 @@ BatchShape check_batch(const Tensor& block_table, const Tensor& cu_seqlens_q,
   batch.block_table = static_cast<const int32_t*>(block_table.data_ptr());
   batch.block_table_stride = block_table.stride(0), batch.max_pages = block_table.size(1);
   check_heads(num_heads, num_kv_heads);
-  if (page_size < 1) value_error("page_size must be at least 1, found ", page_size);
+  if (page_size < 1 || page_size > INT32_MAX)
+    value_error("page_size must be 1 to ", INT32_MAX, ", found ", page_size);
   batch.num_heads = num_heads, batch.num_kv_heads = num_kv_heads, batch.page_size = page_size;
   batch.causal = causal;
   batch.window_left = check_window("window_left", window_left);
@@ -252,12 +253,6 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
   params.softmax_scale = static_cast<float>(softmax_scale),
   params.softcap = static_cast<float>(softcap);
   if (lse) check_lse(*lse, query, k_cache, v_cache, out, &params);
-  for (const auto& [name, tensor] : {std::pair{"alibi_slopes", &alibi_slopes},
-                                     {"sinks", &sinks},
-                                     {"k_scale", &k_scale},
-                                     {"v_scale", &v_scale}}) {
-    if (*tensor) same_device(name, **tensor, "query", query);
-  }
   for (const auto& [name, tensor] : {std::pair{"alibi_slopes", &alibi_slopes},
                                      {"sinks", &sinks},
                                      {"k_scale", &k_scale},

@@ -216,8 +216,10 @@ PLAN_ATTENTION = [
         "num_heads must be a positive multiple of num_kv_heads, found 4 and 0"),
     Bad("num_kv_heads", lambda x: -2,
         "num_heads must be a positive multiple of num_kv_heads, found 4 and -2"),
-    Bad("page_size", lambda x: 0, "page_size must be at least 1, found 0"),
-    Bad("page_size", lambda x: -16, "page_size must be at least 1, found -16"),
+    Bad("page_size", lambda x: 0, "page_size must be 1 to 2147483647, found 0"),
+    Bad("page_size", lambda x: -16, "page_size must be 1 to 2147483647, found -16"),
+    Bad("page_size", lambda x: 2**62,  # three of them are no 64-bit number
+        "page_size must be 1 to 2147483647, found 4611686018427387904"),
     Bad("num_threads", lambda x: 0, "num_threads must be 1 to 4096, found 0"),
     Bad("num_threads", lambda x: 5000, "num_threads must be 1 to 4096, found 5000"),
     Bad("window_size", lambda x: (-3, 0),
