@@ -1,6 +1,6 @@
-// Plain descriptions of what an op works on. Filled by torch_ops.cpp after every check has passed;
-// read by the kernels. All strides and offsets count elements, never bytes, and are 64-bit: a cache
-// may be larger than 2^31 elements.
+// Plain descriptions of what an op works on. Filled by torch_ops.cpp and torch_attention.cpp after
+// every check has passed; read by the kernels. All strides and offsets count elements, never bytes,
+// and are 64-bit: a cache may be larger than 2^31 elements.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +57,6 @@ struct MergeStatesParams {
 struct HeadScale {
   const float* data = nullptr;
   int64_t stride = 0;
-  float at(int64_t head) const { return data == nullptr ? 1.0f : data[head * stride]; }
 };
 
 struct AttentionParams {

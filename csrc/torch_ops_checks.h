@@ -71,7 +71,7 @@ void cache_views(const Tensor& k_cache, const Tensor& v_cache, ScalarType dtype,
 const int32_t* int32_vector(const char* name, const Tensor& tensor, Dim dim);
 const int64_t* int64_vector(const char* name, const Tensor& tensor, Dim dim);
 
-// A tensor that is written: two of its indices must not mean the same element.
+// A tensor that is written: refuses what expand() makes, many indices that mean one element.
 void writable(const char* name, const Tensor& tensor);
 
 // What is written must not change what is read; with `may_be_same` the two may be the very same

@@ -155,6 +155,7 @@ class ItemKernel {
     pack_keys<V>(slot, dim_, s_.keys);
     find_slots<T>(params_.v_cache, pages_, kv_head_, block, begin, end, slot);
     pack_values<V>(params_.v_cache, slot, v_dim_, s_.values);
+    static_assert(kTile == 6);  // else rows that fill no tile would find no case below
     int64_t i = 0;
     for (; i + kTile <= selected; i += kTile) run_tile<kTile>(block, s_.active + i);
     switch (selected - i) {

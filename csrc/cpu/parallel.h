@@ -1,4 +1,4 @@
-// How the kernels get their threads: torch's pool, handed in by torch_ops.cpp, so that no kernel
+// How the kernels get their threads: torch's pool, handed in by torch_cpu.cpp, so that no kernel
 // includes torch.
 #pragma once
 
