@@ -316,6 +316,9 @@ def test_for_model_refuses() -> None:
         PagedKVCache.for_model(fake_model(), 64)
     with pytest.raises(ValueError, match="num_tokens = 0: must be 1 or more"):
         PagedKVCache.for_model(fake_model(num_hidden_layers=1), 0)
+    for page_size, text in ((0, "must be 1..2147483647"), (-4, "must be 1.."), ("4", "an integer")):
+        with pytest.raises(ValueError, match=rf"page_size = \S+: .*{re.escape(text)}"):
+            PagedKVCache.for_model(fake_model(num_hidden_layers=1), 64, page_size=page_size)
 
 
 # Reservations.

@@ -141,10 +141,11 @@ class PagedKVCache:
             raise ValueError(f"model: {type(config).__name__} does not say its num_hidden_layers")
         if as_int64(num_tokens, "num_tokens") < 1:
             raise ValueError(f"num_tokens = {num_tokens}: must be 1 or more")
+        page_size = as_int64(page_size, "page_size")
         options = {"dtype": model.dtype, "device": model.device, **options}
         return cls(
             num_layers=num_layers,
-            num_pages=-(-num_tokens // page_size),
+            num_pages=-(-num_tokens // max(page_size, 1)),  # below 1: refused like any other
             page_size=page_size,
             **options,
         )
