@@ -348,6 +348,31 @@ def test_signals_at_any_moment_leave_the_books_in_order() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize(("setting", "checks"), [("1", True), ("0", False), ("", False)])
+def test_the_debug_switch_checks_the_books_at_every_step(
+    setting: str, checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        """A page table whose books do not agree."""
+
+        def check_integrity(self) -> None:
+            raise RuntimeError("page table: 1 pages are shared, not 2")
+
+        def length(self, _: int) -> int:
+            return 5
+
+    monkeypatch.setenv("WIM_DEBUG", setting)
+    cache = make_cache()
+    trunk = grown(cache, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._table, "_table", Broken())
+        if checks:
+            with pytest.raises(RuntimeError, match="1 pages are shared, not 2"):
+                _ = trunk.length
+        else:
+            assert trunk.length == 5
+
+
 # Threads.
 
 

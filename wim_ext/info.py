@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "WIM_CPU_ISA": "the CPU kernels to use, instead of the best that this CPU has",
     "WIM_CUDA": "build time: auto, on or off",
     "WIM_CUDA_ARCHS": "build time: GPU architectures",
-    "WIM_DEBUG": "1: errors of the command keep their traceback",
+    "WIM_DEBUG": "1: errors of the command keep their traceback, caches check their books",
     "WIM_TORCH_DIR": "build time: the torch package to build against",
 }
 
@@ -63,7 +63,8 @@ def collect() -> dict[str, Any]:
 def _attempt(part: Callable[[], Any]) -> Any:
     try:
         return part()
-    except (ImportError, OSError, RuntimeError) as error:
+    # ValueError: a WIM_CPU_ISA that this CPU lacks is one more thing to tell.
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 

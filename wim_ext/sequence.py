@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
@@ -33,13 +34,15 @@ class LockedPageTable:
     """A page table, its lock, and what the garbage collector wants released.
 
     A `Sequence` may be collected at any moment, in any thread and in the middle of an operation, so
-    its finalizer only leaves the handle here; the next operation releases it.
+    its finalizer only leaves the handle here; the next operation releases it. With WIM_DEBUG=1 each
+    operation first checks the books.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._table: PageTable = _native.PageTable(num_pages, page_size)
         self.lock = RLock()
         self.abandoned: deque[int] = deque()
+        self._checked = os.environ.get("WIM_DEBUG", "") not in ("", "0")
 
     def get(self) -> PageTable:
         """The table with nothing left to release. Call it under the lock, once per operation."""
@@ -48,6 +51,8 @@ class LockedPageTable:
             if self._table.alive(handle):
                 self._table.release(handle)
             self.abandoned.popleft()  # last: an interrupt before it only repeats the check
+        if self._checked:
+            self._table.check_integrity()  # what the operation before this one has left
         return self._table
 
 
