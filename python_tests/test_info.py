@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import run_python
 from typer.testing import CliRunner
 
 import wim_ext
@@ -91,6 +92,15 @@ def test_a_broken_build_still_tells_the_rest(monkeypatch: pytest.MonkeyPatch) ->
     assert facts["kernels"]["error"].startswith(("ImportError", "ModuleNotFoundError"))
     assert facts["cpu"]["cores"]
     assert "error" in info.render(facts)
+
+
+def test_a_wrong_setting_is_told_among_the_rest() -> None:
+    code = "from wim_ext import info; print(info.render(info.collect()))"
+    done = run_python(code, env={"WIM_CPU_ISA": "sse9"})
+    assert done.returncode == 0, done.stderr
+    kernels = done.stdout.split("kernels\n")[1].split("devices\n")[0]
+    assert "ValueError: WIM_CPU_ISA=sse9 is unknown; built in are: " in kernels
+    assert "usable cores" in done.stdout
 
 
 def test_without_a_library_there_is_no_compiler(
