@@ -57,6 +57,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+FOLDERS = ("wim_ext", "csrc", "python_tests", "benchmarks")
+FILES = [f"/{p.relative_to(ROOT)}" for folder in FOLDERS for p in (ROOT / folder).rglob("*.*")]
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "benchmarks" / "README.md"], ids=lambda p: p.parent.name
+)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.(?:py|h|cpp|cuh|cu|json))`", page.read_text()))
+    missing = {name for name in named if not any(path.endswith(f"/{name}") for path in FILES)}
+    assert not missing, f"{page.name} names files that are not there"
+
+
 def test_environment_variables_are_listed_where_contributors_look() -> None:
     listed = set(re.findall(r"`((?:WIM|MAX)_[A-Z_]+)`", (ROOT / "CONTRIBUTING.md").read_text()))
     used = set()
