@@ -131,6 +131,8 @@ class TestPagedModel:
     def test_the_default_is_what_the_cache_can_hold(self) -> None:
         assert self.paged().total_length == 128
         assert self.paged(7).total_length == 7
+        with pytest.raises(ValueError, match="total_length is 0; allowed are 1 and more"):
+            self.paged(0)
 
     def test_a_short_text_takes_the_short_factors(self) -> None:
         model = self.paged(total_length=len(SHORT))

@@ -91,7 +91,7 @@ class PagedModel:
     @total_length.setter
     def total_length(self, value: int | None) -> None:
         capacity = self.cache.num_pages * self.cache.page_size
-        length = value or min(capacity, self.max_length or capacity)
+        length = min(capacity, self.max_length or capacity) if value is None else value
         self._pin = RopePin(self.hf_model, length) if depends_on_length(self.hf_model) else None
 
     @property
