@@ -267,6 +267,8 @@ class TestCommit:
             branch.commit(trunk)
         with pytest.raises(ValueError, match="branch was not forked from this sequence"):
             model.new_sequence().commit(branch.fork())
+        with pytest.raises(ValueError, match="branch is None; allowed is a FallbackSequence"):
+            trunk.commit(None)
 
 
 def test_a_fork_shares_keys_and_clones_states(hybrid: Any) -> None:

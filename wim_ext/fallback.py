@@ -198,11 +198,13 @@ class FallbackSequence:
         """Takes over the tokens of `branch`, a fork of this sequence, and uses it up.
 
         Raises:
-            ValueError: `branch` was not forked from this sequence, this sequence does not stand at
-                the token where it was forked (roll it back first), or one of them was rolled back
-                below that token since.
+            ValueError: `branch` is no sequence or was not forked from this one, this sequence does
+                not stand at the token where it was forked (roll it back first), or one of them was
+                rolled back below that token since.
         """
         self._check_alive()
+        if not isinstance(branch, FallbackSequence):
+            raise ValueError(f"branch is {branch!r}; allowed is a FallbackSequence")
         branch._check_alive()
         if branch._parent is not self:
             raise ValueError(
