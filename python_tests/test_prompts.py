@@ -172,6 +172,10 @@ def test_a_slow_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"margin": "- {}"}, "prompts.margin must be a tuple of texts and slots, got '- {}'"),
         ({"margin": (MARGIN, 3)}, "prompts.margin must be a tuple of texts and slots"),
+        (
+            {"probe": (" ", QUESTION)},
+            "prompts.probe must begin with words: they predict the question",
+        ),
         ({"yes": ()}, "prompts.yes must hold at least one word and no empty one"),
         ({"no": ("no", " ")}, "prompts.no must hold at least one word and no empty one"),
     ],

@@ -58,7 +58,8 @@ class Prompts:
         yes, no: words of a verdict, compared without regard to case.
 
     Raises:
-        ValueError: a template lacks a slot that it needs, or has one that nothing fills.
+        ValueError: a template lacks a slot that it needs, or has one that nothing fills, or `probe`
+            begins with QUESTION.
     """
 
     system: str | None = None
@@ -107,6 +108,10 @@ class Prompts:
         for field in fields(self):
             if field.name in _SLOTS:
                 _check_template(field.name, getattr(self, field.name))
+        if not fill(self.probe[: self.probe.index(QUESTION)]).strip():
+            raise ValueError(
+                "prompts.probe must begin with words: they predict the question's first token"
+            )
         for name in ("yes", "no"):
             if not all(word.strip() for word in getattr(self, name)) or not getattr(self, name):
                 raise ValueError(f"prompts.{name} must hold at least one word and no empty one")
