@@ -19,8 +19,8 @@ from tiny_models import plain_logits
 
 from wim_ext import conversion, loading
 from wim_ext.conversion import cache_dir, converted, quiet
-from wim_ext.errors import ModelNotSupported
-from wim_ext.loading import ModelNotFound, auto_dtype, embedded_model, load
+from wim_ext.errors import ModelNotFound, ModelNotSupported
+from wim_ext.loading import auto_dtype, embedded_model, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

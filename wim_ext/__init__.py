@@ -24,6 +24,7 @@ _HOME = {
     "CacheFull": "errors",
     "ContextTooLong": "errors",
     "DocumentFileError": "errors",
+    "ModelNotFound": "errors",
     "ModelNotSupported": "errors",
     "StaleSequenceError": "errors",
 }
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         CacheFull,
         ContextTooLong,
         DocumentFileError,
+        ModelNotFound,
         ModelNotSupported,
         StaleSequenceError,
     )
@@ -54,6 +56,7 @@ __all__ = [
     "ContextTooLong",
     "Document",
     "DocumentFileError",
+    "ModelNotFound",
     "ModelNotSupported",
     "PagedKVCache",
     "PagedModel",

@@ -6,6 +6,7 @@ __all__ = [
     "CacheFull",
     "ContextTooLong",
     "DocumentFileError",
+    "ModelNotFound",
     "ModelNotSupported",
     "StaleSequenceError",
 ]
@@ -41,6 +42,10 @@ class CacheFull(MemoryError):
 
 class StaleSequenceError(RuntimeError):
     """A sequence was used after its release or commit, or with a cache that it is not part of."""
+
+
+class ModelNotFound(ValueError):
+    """There is no model under the name that was given; the text says where was looked."""
 
 
 class ModelNotSupported(ValueError):

