@@ -51,6 +51,24 @@ def test_public_names_are_documented(path: Path) -> None:
             assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
 
 
+def exported_names(module: str) -> set[str]:
+    for node in ast.parse((ROOT / "wim_ext" / f"{module}.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.stem)
+def test_what_a_module_lends_to_others_is_in_its_all(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wim_ext."):
+            module = str(node.module).removeprefix("wim_ext.")
+            if module == "_C":
+                continue
+            hidden = {alias.name for alias in node.names} - exported_names(module)
+            assert not hidden, f"{path.name} takes {hidden} from {module}, not in its __all__"
+
+
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.stem)
 def test_no_assert_guards_a_users_input(path: Path) -> None:
     """`assert` vanishes under -O and says nothing; typed exceptions do neither."""

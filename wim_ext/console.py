@@ -28,7 +28,15 @@ from wim_ext.events import (
 from wim_ext.progress import ProgressLine
 from wim_ext.terminal import WordWrap, clean, one_line
 
-__all__ = ["Display", "LiveDisplay", "PlainDisplay", "QuietDisplay", "choose_display", "numbers"]
+__all__ = [
+    "Display",
+    "LiveDisplay",
+    "PlainDisplay",
+    "QuietDisplay",
+    "choose_display",
+    "count",
+    "numbers",
+]
 
 # How much of a dropped margin is shown.
 _DROPPED_LENGTH = 60

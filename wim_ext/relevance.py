@@ -32,7 +32,7 @@ from wim_ext.prompts import Slot, fill
 from wim_ext.session import Session
 from wim_ext.verdicts import first_verdict, probability_of_yes, says_no, verdict_ids
 
-__all__ = ["MODES", "Draft", "Judge", "Mode", "mode_named", "suited_mode"]
+__all__ = ["MODES", "Draft", "Judge", "Mode", "Place", "mode_named", "suited_mode"]
 
 Judge: TypeAlias = Callable[..., "bool | float"]
 Drafting: TypeAlias = Generator[Task, None, "Draft"]
