@@ -16,7 +16,7 @@ import pytest
 import torch
 from kit import run_python
 
-from wim_ext import _native, op_errors
+from wim_ext import __version__, _native, op_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("append_kv", "copy_pages", "merge_states", "paged_attention", "plan_attention")
@@ -51,7 +51,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     configure = [
         "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}",
         # No build type: the host code is not what is measured, and compiles faster so.
-        "-DCMAKE_BUILD_TYPE=", "-DWIM_CUDA=ON", f"-DWIM_VERSION={_native.VERSION}",
+        "-DCMAKE_BUILD_TYPE=", "-DWIM_CUDA=ON", f"-DWIM_VERSION={__version__}",
         f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DCMAKE_CUDA_ARCHITECTURES=80-real",
         "-DCMAKE_CUDA_FLAGS=-O3 -Xptxas=-v",
         f"-DWIM_TORCH_DIR={Path(torch.__file__).parent}", f"-DPython_EXECUTABLE={sys.executable}",

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wim_ext import __version__
 from wim_ext._source import source_digest
 
 if TYPE_CHECKING:
     from wim_ext import _C
 
-__all__ = ["CUDA_STATUS", "VERSION", "PageTable"]
+__all__ = ["CUDA_STATUS", "PageTable"]
 
-VERSION = "0.1.0"
 _HERE = Path(__file__).resolve().parent
 _CHECKOUT = _HERE.parent / "csrc"  # not there in an installed package
 _REBUILD = (
@@ -57,10 +57,10 @@ def _check_sources(built_from: str) -> None:
 
 
 def _check_version(library: str, found: str) -> None:
-    if found != VERSION:
+    if found != __version__:
         raise ImportError(
-            f"wim_ext's {library} was built from version {found}, the Python files are {VERSION}; "
-            f"{_REBUILD}"
+            f"wim_ext's {library} was built from version {found}, the Python files are "
+            f"{__version__}; {_REBUILD}"
         )
 
 
