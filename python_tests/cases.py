@@ -1,4 +1,4 @@
-"""The one list of attention cases that tests and benchmarks share.
+"""The one list of attention cases that all tests share.
 
 `pairwise()` is a covering array: every pair of values of any two axes occurs in some case. `EDGES`
 adds shapes that no axis spans. `build` makes the tensors of a case: a pool whose pages are

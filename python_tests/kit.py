@@ -143,7 +143,7 @@ def hnd(n: int, p: int, h: int, d: int, dv: int, dtype: torch.dtype) -> tuple[Te
 def v_transposed(
     n: int, p: int, h: int, d: int, dv: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Head-major pages with V's slots adjacent: the layout of our own cache on CPU."""
+    """Head-major pages with V's slots adjacent: `PagedKVCache(..., v_transposed=True)`."""
     k, _ = hnd(n, p, h, d, dv, dtype)
     return k, _nan(n, h, dv, p, dtype=dtype).permute(0, 3, 1, 2)
 

@@ -54,8 +54,8 @@ class Document:
         self._before = writer.layout.opening + intro
         self._trunk = writer.new_trunk()
         self._read = 0  # segments in the trunk
-        # A recurrent model's trunk cannot be forked in its past: forks are kept as it passes.
         self.stats = Stats()
+        # A recurrent model's trunk cannot be forked in its past: forks are kept as it passes.
         self._keeps_marks = not getattr(writer.engine.model, "can_roll_back", True)
         self._marks: dict[int, Any] = {}
 
@@ -85,7 +85,7 @@ class Document:
 
     @property
     def opening(self) -> int:
-        """Tokens of the trunk before the introduction: the begin of any conversation."""
+        """Tokens of the trunk before the introduction: the beginning of any conversation."""
         return len(self._writer.layout.opening)
 
     @property

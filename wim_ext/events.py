@@ -75,16 +75,6 @@ class Stats:
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
 
-    def copy(self) -> Stats:
-        return Stats(
-            dict(self.tokens),
-            dict(self.seconds),
-            self.forwards,
-            self.segments,
-            self.segments_read,
-            self.generated_tokens,
-        )
-
 
 @dataclass(frozen=True)
 class Result:

@@ -1,4 +1,4 @@
-"""The process that renders a chat template. Run as a script by `chat_template`; not imported.
+"""The process that renders a chat template. `chat_template` runs this file as a script.
 
 A chat template is a program that came with a model file. It runs in the sandbox of transformers,
 and in a process of its own, because inside one process nothing can stop `9**9**9` or a string of
