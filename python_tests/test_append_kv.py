@@ -115,7 +115,7 @@ def test_expanded_and_shared_inputs():
         assert_bitwise_equal(cache[1, 2], row[1].expand(3, 8))
 
 
-def test_strided_slot_mapping_is_refused_or_right():
+def test_a_strided_slot_mapping_is_refused():
     slots = torch.tensor([3, 99, 5, 99])[::2]
     k, v = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
     key = torch.ones(2, 1, 8)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import tiny_folder
 
-pytest.importorskip("psutil")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
