@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from wim_ext.cache import PagedKVCache, Sequence
+from wim_ext.info import collect
 
 TOKENS = 65536
 REPEATS = 300
@@ -90,12 +91,14 @@ def reservations(page_size: int, branches: int) -> dict[str, float]:
     }
 
 
-def measure() -> dict[str, object]:
+def measure() -> dict[str, Any]:
     """All figures, with what they were measured on."""
+    facts = collect()
     return {
         "tokens": TOKENS,
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        "when": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "machine": facts["cpu"],
+        "versions": facts["versions"],
         "microseconds": {
             f"page {page_size}, {others} other branches": whole_sequences(page_size, others)
             for page_size in (16, 64)
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     arguments = parser.parse_args()
     results = measure()
+    print(f"{results['machine']['model']}, torch {results['versions']['torch']}\n")
     print_table(f"microseconds, sequences of {TOKENS} tokens", results["microseconds"])
     print_table("reserve, microseconds per token", results["reserve_microseconds_per_token"])
     if arguments.json:
