@@ -181,7 +181,7 @@ def test_pdf_is_known_by_its_content(tmp_path: Path) -> None:
     assert "Hello" in read_documents([write(tmp_path / "a.txt", pdf("Hello"))]).text
 
 
-def test_pdf_refusals(tmp_path: Path) -> None:
+def test_pdf_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pypdf = pytest.importorskip("pypdf")
     path = write(tmp_path / "a.pdf", b"%PDF-1.4\ngarbage")
     assert refusal(path).startswith(f"{path}: is not a readable PDF (")
@@ -195,6 +195,7 @@ def test_pdf_refusals(tmp_path: Path) -> None:
     assert refusal(str(tmp_path / "d.pdf")) == (
         f"{tmp_path}/d.pdf: the PDF is encrypted; save a copy without a password"
     )
+    assert not caplog.records, "an error is one line; pypdf's own log would be more"
 
 
 def test_pdf_that_unpacks_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

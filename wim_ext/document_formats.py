@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import importlib
 import io
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -126,6 +127,8 @@ def _extra(module: str, name: str, kind: str) -> ModuleType:
 
 def _pdf_pages(data: bytes, name: str) -> list[str]:
     pypdf = _extra("pypdf", name, "PDF")
+    # It logs each oddity of a file that it repairs; what it cannot read it raises as well.
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
