@@ -134,6 +134,8 @@ void PageTable::drop_pages(Sequence& sequence, std::int64_t keep) noexcept {
 }
 
 void PageTable::shorten(Sequence& sequence, std::int64_t length) noexcept {
+  ++epoch_;
+  if (length < sequence.length) sequence.changed = epoch_;
   drop_pages(sequence, pages_for(length));
   sequence.length = length;
   if (length < sequence.fork_length && sequence.severed == Severed::kNo)
@@ -144,7 +146,6 @@ void PageTable::shorten(Sequence& sequence, std::int64_t length) noexcept {
       if (child.live && child.parent == handle && child.fork_length > length)
         child.severed = Severed::kTrunk;
   }
-  ++epoch_;
 }
 
 void PageTable::rollback(SequenceHandle handle, std::int64_t length) {
@@ -181,6 +182,8 @@ void PageTable::commit(SequenceHandle trunk_handle, SequenceHandle branch_handle
   if (trunk.length != branch.fork_length)
     reject("branch: this sequence stands at " + str(trunk.length) + " tokens, not at " + point +
            ": roll it back first");
+  ++epoch_;
+  if (branch.length > trunk.length) trunk.changed = epoch_;
   trunk.pages.swap(branch.pages);
   trunk.length = branch.length;
   retire(branch);  // drops the pages that were the trunk's
@@ -318,9 +321,11 @@ void PageTable::apply(Reservation& reservation) {
   if (reservation.owner != this || reservation.epoch != epoch_ ||
       reservation.state != Reservation::State::kPrepared)
     reject("reservation: the page table has changed since it was prepared");
+  reservation.epoch = ++epoch_;
   auto taken = reservation.taken.begin();
   for (std::size_t i = 0; i < reservation.work.size(); ++i) {
     Sequence& sequence = at(reservation.work[i].sequence);
+    if (reservation.work[i].count > 0) sequence.changed = epoch_;
     if (reservation.moved[i]) {
       std::int32_t& last = sequence.pages.back();
       if (--refcounts_[last] == 1) --shared_pages_;
@@ -335,7 +340,6 @@ void PageTable::apply(Reservation& reservation) {
   high_water_pages_ = std::max(high_water_pages_, stats().used_pages);
   page_copies_ += reservation.copy_src.size();
   reservation.state = Reservation::State::kApplied;
-  ++epoch_;
 }
 
 void PageTable::cancel(Reservation& reservation) {
@@ -344,12 +348,13 @@ void PageTable::cancel(Reservation& reservation) {
   if (reservation.state == Reservation::State::kCancelled) return;
   for (std::size_t i = 0; i < reservation.work.size(); ++i) {
     const Append& line = reservation.work[i];
-    if (alive(line.sequence) && length(line.sequence) != reservation.seqused_k[i])
-      reject("work[" + str(i) + "]: the sequence has gone on to " + str(length(line.sequence)) +
-             " tokens since this reservation left it at " + str(reservation.seqused_k[i]));
+    if (line.count == 0 || !alive(line.sequence)) continue;
+    if (at(line.sequence).changed != reservation.epoch)
+      reject("work[" + str(i) + "]: the sequence was changed since this reservation left it at " +
+             str(reservation.seqused_k[i]) + " tokens; it now has " + str(length(line.sequence)));
   }
   for (const Append& line : reservation.work)
-    if (alive(line.sequence)) {
+    if (line.count > 0 && alive(line.sequence)) {
       Sequence& sequence = at(line.sequence);
       shorten(sequence, sequence.length - line.count);
     }

@@ -55,7 +55,7 @@ struct Reservation {
  private:
   friend class PageTable;
   const void* owner = nullptr;
-  std::uint64_t epoch = 0;          // of the table when prepared
+  std::uint64_t epoch = 0;          // of the table when prepared; once applied, after that
   std::vector<std::int32_t> taken;  // new page ids in the order of the work
   std::vector<bool> moved;          // [batch] whether the first taken page replaces the last one
 };
@@ -88,7 +88,8 @@ class PageTable {
   Reservation prepare(const std::vector<Append>& work);
   // Cannot fail for a reservation that is the table's latest word.
   void apply(Reservation& reservation);
-  // Takes an applied reservation back; sequences released since are skipped.
+  // Takes an applied reservation back; sequences released since are skipped. Refused if one of the
+  // others was changed since, even if it is as long again: its tokens are no longer the same ones.
   void cancel(Reservation& reservation);
 
   bool alive(SequenceHandle sequence) const;
@@ -111,6 +112,7 @@ class PageTable {
     std::int64_t generation = 1;
     std::int64_t length = 0;
     std::vector<std::int32_t> pages;
+    std::uint64_t changed = 0;  // the table's epoch when tokens were last added or dropped
 
     SequenceHandle parent = 0;  // 0: not a fork
     std::int64_t fork_length = 0;

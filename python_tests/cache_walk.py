@@ -50,6 +50,7 @@ class ModelSequence:
     parent: ModelSequence | None = None
     fork_length: int = 0
     severed: bool = False
+    edits: int = 0  # how often tokens came or went
 
 
 Work = list[tuple[ModelSequence, int]]
@@ -89,6 +90,8 @@ class CacheWalk:
         self.copies = self.high_water = 0
         self.events: Counter[str] = Counter()
         self.visible: set[int] = set()  # slots that some sequence can see
+        # Batches that were kept, with the sequences, counts and edits that they left behind.
+        self.kept: list[tuple[batch_module.Batch, list[tuple[ModelSequence, int, int]]]] = []
 
     # What the model knows.
 
@@ -153,6 +156,7 @@ class CacheWalk:
         self.events["rollback"] += 1
 
     def shorten(self, sequence: ModelSequence, length: int) -> None:
+        sequence.edits += length < len(sequence.payloads)
         del sequence.payloads[length:]
         del sequence.pages[self.pages_for(length) :]
         sequence.severed |= length < sequence.fork_length
@@ -173,6 +177,7 @@ class CacheWalk:
 
     def collect(self, sequence: ModelSequence) -> None:
         """Drops the last reference instead of releasing."""
+        self.kept = [b for b in self.kept if all(s is not sequence for s, _, _ in b[1])]
         self.bury(sequence)
         del sequence.real
         self.events["collect"] += 1
@@ -188,6 +193,7 @@ class CacheWalk:
             self.events["refused commit"] += 1
             return
         trunk.real.commit(branch.real)
+        trunk.edits += len(branch.payloads) > len(trunk.payloads)
         trunk.payloads, trunk.pages = branch.payloads, branch.pages
         self.bury(branch)
         self.dead.append(branch.real)
@@ -222,6 +228,22 @@ class CacheWalk:
             for sequence, count in work:
                 self.shorten(sequence, len(sequence.payloads) - count)
             self.events["cancel"] += 1
+        else:
+            left = [(sequence, count, sequence.edits) for sequence, count in work]
+            self.kept = [*self.kept[-5:], (batch, left)]
+
+    def cancel_late(self, number: int) -> None:
+        """Takes an earlier batch back: allowed while its sequences are as it left them, or dead."""
+        batch, left = self.kept.pop(number % len(self.kept))
+        grown = [(s, count, edits) for s, count, edits in left if count and s in self.live]
+        if any(sequence.edits != edits for sequence, _, edits in grown):
+            refused(ValueError, "was changed since this reservation", batch.cancel)
+            self.events["refused cancel"] += 1
+            return
+        batch.cancel()
+        for sequence, count, _ in grown:
+            self.shorten(sequence, len(sequence.payloads) - count)
+        self.events["late cancel"] += 1
 
     def expect_full(
         self, request: list[tuple[Sequence, int]], work: Work, needed: int, free: int
@@ -246,6 +268,7 @@ class CacheWalk:
             ops.append_kv(key, -key, *self.cache.layer(layer), batch.slot_mapping)
         for sequence, count in work:
             sequence.payloads.extend(payloads[:count])
+            sequence.edits += count > 0
             del payloads[:count]
 
     def misuse(self, kind: int, sequence: ModelSequence) -> None:

@@ -71,6 +71,10 @@ FAULTS: dict[str, dict[str, str]] = {
     "sequence.draft == draft_": {"a sequence twice in one call": "false"},
     "out.copy_src.push_back(row[held - 1])": {"copies page 0": "out.copy_src.push_back(0)"},
     "sequence.length - line.count": {"cancel does nothing": "sequence.length"},
+    "at(line.sequence).changed != reservation.epoch": {"cancel takes whatever is there": "false"},
+    "length < sequence.length": {"cancel does not notice a cut": "false"},
+    "branch.length > trunk.length": {"cancel does not notice a commit": "false"},
+    "reservation.work[i].count > 0": {"cancel does not notice growth": "false"},
     "std::max(high_water_pages_, stats().used_pages)": {
         "the high water is the present": "stats().used_pages"
     },

@@ -30,6 +30,10 @@ def random_step(walk: CacheWalk, rng: random.Random) -> None:
         )
     elif kind < 0.82:
         random_commit(walk, rng, sequence)
+    elif kind < 0.84 and walk.kept and len(walk.live) < 8:
+        random_speculation(walk, rng, sequence)
+    elif kind < 0.86 and walk.kept:
+        walk.cancel_late(rng.randrange(6))
     elif kind < 0.90:
         walk.misuse(rng.randrange(60), sequence)
     else:
@@ -61,3 +65,14 @@ def random_commit(walk: CacheWalk, rng: random.Random, branch: ModelSequence) ->
         walk.check()
     if trunk is not branch or rng.random() < 0.5:
         walk.commit(trunk, branch)
+
+
+def random_speculation(walk: CacheWalk, rng: random.Random, trunk: ModelSequence) -> None:
+    """Growth, a fork that grows and is accepted, and then second thoughts about the growth."""
+    walk.append([(trunk, rng.randint(1, 3))])
+    walk.fork(trunk, None)
+    branch = walk.live[-1]
+    walk.append([(branch, rng.randint(0, 3))])
+    walk.commit(trunk, branch)
+    walk.check()
+    walk.cancel_late(max(0, len(walk.kept) - 2))

@@ -105,6 +105,11 @@ class CacheMachine(RuleBasedStateMachine):
     def end(self, which: int, explicit: bool) -> None:
         (self.walk.release if explicit else self.walk.collect)(self.pick(which))
 
+    @precondition(lambda self: self.walk.kept)
+    @rule(which=PICK)
+    def cancel_late(self, which: int) -> None:
+        self.walk.cancel_late(which)
+
     @precondition(has_sequences)
     @rule(which=PICK, kind=PICK)
     def misuse(self, which: int, kind: int) -> None:
@@ -128,7 +133,15 @@ def assert_busy(events: Counter[str], steps: int) -> None:
     assert events["copy on write"] >= 0.02 * events["append"], events
     for kind in ("fork", "append", "rollback", "release", "collect", "misuse"):
         assert events[kind] >= 0.02 * steps, (kind, events)
-    for kind in ("commit", "refused commit", "cancel", "invalid", "create"):
+    for kind in (
+        "commit",
+        "refused commit",
+        "cancel",
+        "late cancel",
+        "refused cancel",
+        "invalid",
+        "create",
+    ):
         assert events[kind] >= 10, (kind, events)
     assert events["interrupted copy"] > 0, events
 

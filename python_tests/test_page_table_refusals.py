@@ -167,7 +167,10 @@ def test_cancel_refuses_when_a_sequence_has_gone_on() -> None:
     a, b = table.create(), table.create()
     reservation = grown(table, (a, 3), (b, 3))
     grown(table, (b, 2))
-    text = r"work\[1\]: the sequence has gone on to 5 tokens since this reservation left it at 3"
+    text = (
+        r"work\[1\]: the sequence was changed since this reservation left it at 3 tokens; it now "
+        "has 5"
+    )
     with pytest.raises(ValueError, match=text):
         table.cancel(reservation)
     assert (table.length(a), table.length(b)) == (3, 5)
@@ -175,6 +178,36 @@ def test_cancel_refuses_when_a_sequence_has_gone_on() -> None:
         table.cancel(table.prepare([(a, 1)]))
     with pytest.raises(ValueError, match="reservation: it was not applied to this page table"):
         PageTable(8, 4).cancel(reservation)
+
+
+@pytest.mark.parametrize("how", ["refilled", "committed"])
+def test_cancel_knows_other_tokens_of_the_same_number(how: str) -> None:
+    table = PageTable(8, 4)
+    trunk = table.create()
+    grown(table, (trunk, 2))
+    branch = table.fork(trunk, None)
+    reservation = grown(table, (trunk, 3))
+    table.rollback(trunk, 2)
+    if how == "refilled":
+        grown(table, (trunk, 3))
+    else:
+        grown(table, (branch, 3))
+        table.commit(trunk, branch)
+    with pytest.raises(ValueError, match=r"work\[0\]: the sequence was changed .* it now has 5$"):
+        table.cancel(reservation)
+    assert table.length(trunk) == 5
+
+
+def test_cancel_does_not_mind_what_kept_the_tokens() -> None:
+    table = PageTable(8, 4)
+    a, b = table.create(), table.create()
+    reservation = grown(table, (a, 3), (b, 0))
+    table.rollback(a, 3)
+    grown(table, (a, 0), (b, 2))
+    table.commit(a, table.fork(a, None))
+    table.cancel(reservation)
+    assert (table.length(a), table.length(b)) == (0, 2)
+    table.check_integrity()
 
 
 # Arguments.
