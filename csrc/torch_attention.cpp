@@ -4,6 +4,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include "plan.h"
@@ -17,6 +19,7 @@ using namespace wim::checks;
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeads = 65536;  // no model comes near; a plan's cost grows with them
 
 void check_cu_seqlens(const BatchShape& batch, int64_t total_q) {
   const int32_t* cu = batch.cu_seqlens_q;
@@ -47,6 +50,8 @@ void check_lengths(const BatchShape& batch) {
 }
 
 void check_heads(int64_t num_heads, int64_t num_kv_heads) {
+  if (num_heads > kMaxHeads)
+    value_error("num_heads must be at most ", kMaxHeads, ", found ", num_heads);
   if (num_heads < 1 || num_kv_heads < 1 || num_heads % num_kv_heads != 0) {
     value_error("num_heads must be a positive multiple of num_kv_heads, found ", num_heads, " and ",
                 num_kv_heads);
@@ -192,30 +197,38 @@ void check_tensors(const Tensor& query, const Tensor& k_cache, const Tensor& v_c
   params->out = rows_view(
       "out", out, {{"total_q", rows}, {"num_heads", heads}, {"v_head_dim", params->v_cache.dim}});
   writable("out", out);
-  apart("out", out, "query", query);
-  apart("out", out, "k_cache", k_cache);
-  apart("out", out, "v_cache", v_cache);
 }
 
-void check_lse(const Tensor& lse, const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
-               const Tensor& out, AttentionParams* params) {
+void check_lse(const Tensor& lse, const Tensor& query, AttentionParams* params) {
   same_device("lse", lse, "query", query);
   has_dtype("lse", lse, ScalarType::Float);
   has_shape("lse", lse, {{"num_heads", params->query.heads}, {"total_q", params->query.rows}});
   last_dim_contiguous("lse", lse);
   writable("lse", lse);
-  apart("lse", lse, "query", query);
-  apart("lse", lse, "k_cache", k_cache);
-  apart("lse", lse, "v_cache", v_cache);
-  apart("lse", lse, "out", out);
   params->lse = static_cast<float*>(lse.data_ptr()), params->lse_stride = lse.stride(0);
 }
 
+using Named = std::pair<const char*, const Tensor*>;  // null: not given
+
+const Tensor* given(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
+
+// The kernels read tables, plan and options while they write.
+void check_apart(const char* name, const Tensor& written, std::initializer_list<Named> read) {
+  for (const auto& [read_name, tensor] : read) {
+    if (tensor != nullptr) apart(name, written, read_name, *tensor);
+  }
+}
+
+// The kernels take them as float32: what overflows there is not finite, and a softcap that vanishes
+// would be none.
 void check_scalars(double softmax_scale, double softcap) {
-  if (!std::isfinite(softmax_scale))
-    value_error("softmax_scale must be finite, found ", softmax_scale);
-  if (!std::isfinite(softcap) || softcap < 0)
-    value_error("softcap must be 0 (none) or positive, found ", softcap);
+  using Limits = std::numeric_limits<float>;
+  if (!(std::abs(softmax_scale) <= Limits::max()))
+    value_error("softmax_scale must be a finite float32, found ", softmax_scale);
+  if (softcap != 0 && !(softcap >= Limits::min() && softcap <= Limits::max())) {
+    value_error("softcap must be 0 (none) or ", Limits::min(), " to ", Limits::max(), ", found ",
+                softcap);
+  }
 }
 
 }  // namespace
@@ -252,17 +265,33 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
   params.block_table = batch.block_table, params.block_table_stride = batch.block_table_stride;
   params.softmax_scale = static_cast<float>(softmax_scale),
   params.softcap = static_cast<float>(softcap);
-  if (lse) check_lse(*lse, query, k_cache, v_cache, out, &params);
-  for (const auto& [name, tensor] : {std::pair{"alibi_slopes", &alibi_slopes},
-                                     {"sinks", &sinks},
-                                     {"k_scale", &k_scale},
-                                     {"v_scale", &v_scale}}) {
-    if (*tensor) same_device(name, **tensor, "query", query);
+  if (lse) check_lse(*lse, query, &params);
+  for (const auto& [name, tensor] : {Named{"alibi_slopes", given(alibi_slopes)},
+                                     {"sinks", given(sinks)},
+                                     {"k_scale", given(k_scale)},
+                                     {"v_scale", given(v_scale)}}) {
+    if (tensor != nullptr) same_device(name, *tensor, "query", query);
   }
   if (alibi_slopes) check_alibi(*alibi_slopes, batch, &params);
   if (sinks) params.sinks = float_vector("sinks", *sinks, {"num_heads", batch.num_heads});
   params.k_scale = head_scale("k_scale", k_scale, batch.num_kv_heads);
   params.v_scale = head_scale("v_scale", v_scale, batch.num_kv_heads);
+  for (const auto& [name, tensor] : {Named{"out", &out}, {"lse", given(lse)}}) {
+    if (tensor == nullptr) continue;
+    check_apart(name, *tensor,
+                {{"query", &query},
+                 {"k_cache", &k_cache},
+                 {"v_cache", &v_cache},
+                 {"block_table", &block_table},
+                 {"cu_seqlens_q", &cu_seqlens_q},
+                 {"seqused_k", &seqused_k},
+                 {"plan", given(plan)},
+                 {"alibi_slopes", given(alibi_slopes)},
+                 {"sinks", given(sinks)},
+                 {"k_scale", given(k_scale)},
+                 {"v_scale", given(v_scale)}});
+  }
+  if (lse) apart("lse", *lse, "out", out);
   const backend::Context resources = context(query);
   std::vector<int32_t> own_plan;
   if (!plan) own_plan = make_plan(batch, resources.num_threads);

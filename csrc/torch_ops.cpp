@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 #include <unordered_set>
+#include <utility>
 
 #include "torch_attention.h"
 #include "torch_ops_checks.h"
@@ -125,9 +126,13 @@ void append_kv(const Tensor& key, const Tensor& value, const Tensor& k_cache, co
       {{"num_tokens", key.size(0)}, {"num_kv_heads", heads}, {"v_head_dim", params.v_cache.dim}});
   writable("k_cache", k_cache);
   writable("v_cache", v_cache);
-  apart("k_cache", k_cache, "key", key);
-  apart("v_cache", v_cache, "value", value);
   params.slots = int64_vector("slot_mapping", slot_mapping, {"num_tokens", key.size(0)});
+  apart("k_cache", k_cache, "v_cache", v_cache);
+  for (const auto& [name, cache] : {std::pair{"k_cache", &k_cache}, {"v_cache", &v_cache}}) {
+    apart(name, *cache, "key", key);
+    apart(name, *cache, "value", value);
+    apart(name, *cache, "slot_mapping", slot_mapping);
+  }
   check_slots(params.slots, key.size(0), params.k_cache.num_pages * params.k_cache.page_size);
   backend::append_kv(params, context(k_cache));
 }
@@ -142,6 +147,8 @@ void copy_pages(const std::vector<Tensor>& caches, const Tensor& src, const Tens
     on_device(name.c_str(), caches[i]);
     same_device(name.c_str(), caches[i], "caches[0]", caches[0]);
     writable(name.c_str(), caches[i]);
+    apart(name.c_str(), caches[i], "src", src);
+    apart(name.c_str(), caches[i], "dst", dst);
     shapes.push_back(page_shape(caches[i], i));
     check_page_ids("src", from, count, caches[i].size(0), i);
     check_page_ids("dst", to, count, caches[i].size(0), i);

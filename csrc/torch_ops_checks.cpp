@@ -3,6 +3,8 @@
 #include <torch/headeronly/core/DeviceType.h>
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 namespace wim::checks {
 namespace {
@@ -81,6 +83,13 @@ std::string shape_text(const Tensor& tensor) {
   std::string result;
   for (int64_t d = 0; d < tensor.dim(); ++d)
     result += (d ? ", " : "") + std::to_string(tensor.size(d));
+  return "[" + result + "]";
+}
+
+std::string strides_text(const Tensor& tensor) {
+  std::string result;
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    result += (d ? ", " : "") + std::to_string(tensor.stride(d));
   return "[" + result + "]";
 }
 
@@ -165,7 +174,7 @@ void has_shape(const char* name, const Tensor& tensor, std::initializer_list<Dim
 
 void last_dim_contiguous(const char* name, const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1 && tensor.numel() > 0) {
     value_error(name, " must be contiguous in its last dimension (stride 1), found stride ",
                 tensor.stride(last));
   }
@@ -197,12 +206,11 @@ RowsView rows_view(const char* name, const Tensor& tensor, std::initializer_list
 
 CacheView cache_view(const char* name, const Tensor& tensor, bool may_be_transposed) {
   has_shape(name, tensor, {{"num_pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
-  const bool contiguous = tensor.size(3) <= 1 || tensor.stride(3) == 1;
+  const bool contiguous = tensor.size(3) <= 1 || tensor.stride(3) == 1 || tensor.numel() == 0;
   if (!contiguous && !(may_be_transposed && tensor.stride(1) == 1)) {
     value_error(name, " must have stride 1 in its last dimension",
-                may_be_transposed ? " or in its slot dimension" : "", ", found strides [",
-                tensor.stride(0), ", ", tensor.stride(1), ", ", tensor.stride(2), ", ",
-                tensor.stride(3), "]");
+                may_be_transposed ? " or in its slot dimension" : "", ", found strides ",
+                strides_text(tensor));
   }
   if (tensor.size(1) < 1)
     value_error(name, " must have page_size of at least 1, found shape ", shape_text(tensor));
@@ -246,12 +254,22 @@ const int64_t* int64_vector(const char* name, const Tensor& tensor, Dim dim) {
   return static_cast<const int64_t*>(tensor.data_ptr());
 }
 
+// In the order of the strides, each dimension must step over all that the smaller ones span. This
+// also refuses strides that mesh without touching, like [3, 2] for [2, 2]: no real layout has them.
 void writable(const char* name, const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  std::vector<std::pair<int64_t, int64_t>> steps;  // stride, size
   for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) > 1 && tensor.stride(d) == 0) {
-      value_error(name, " is written and must not overlap itself, found size ", tensor.size(d),
-                  " with stride 0 in dimension ", d);
+    if (tensor.size(d) > 1) steps.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(steps.begin(), steps.end());
+  int64_t span = 1;
+  for (const auto& [stride, size] : steps) {
+    if (stride < span) {
+      value_error(name, " is written and must not overlap itself, found shape ", shape_text(tensor),
+                  " with strides ", strides_text(tensor));
     }
+    span += (size - 1) * stride;
   }
 }
 

@@ -44,6 +44,7 @@ struct Dim {
 };
 
 std::string shape_text(const Tensor& tensor);
+std::string strides_text(const Tensor& tensor);
 std::string device_text(const Tensor& tensor);
 std::string dtype_text(ScalarType dtype);
 

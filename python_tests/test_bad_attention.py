@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -130,7 +131,11 @@ PAGED_ATTENTION = [
     Bad("sinks", lambda t: strided(torch.ones(4)),
         "sinks must be contiguous in its last dimension (stride 1), found stride 2"),
     Bad("out", lambda t: t[:1].expand(5, -1, -1),
-        "out is written and must not overlap itself, found size 5 with stride 0 in dimension 0"),
+        "out is written and must not overlap itself, found shape [5, 4, 8] with "
+        "strides [0, 8, 1]"),
+    Bad("out", lambda t: torch.zeros(64).as_strided((5, 4, 8), (8, 8, 1)),
+        "out is written and must not overlap itself, found shape [5, 4, 8] with "
+        "strides [8, 8, 1]"),
     bad_id("block_table", lambda t: ints([3, 9, 0], [1, 2, 4]),
            "block_table[0, 1] = 9 is out of range: the cache has pages 0 to 5"),
     bad_id("block_table", lambda t: ints([3, 5, 0], [1, -1, 4]),
@@ -161,11 +166,17 @@ PAGED_ATTENTION = [
         "cu_seqlens_q must not decrease, found -3 after 0 at sequence 0"),
     Bad("cu_seqlens_q", lambda t: ints(0, 3, 2**31 - 1),
         "cu_seqlens_q must end with the number of query rows (5), found 2147483647"),
-    Bad("softmax_scale", lambda x: NAN, "softmax_scale must be finite, found nan"),
-    Bad("softmax_scale", lambda x: -INF, "softmax_scale must be finite, found -inf"),
-    Bad("softcap", lambda x: -1.0, "softcap must be 0 (none) or positive, found -1"),
-    Bad("softcap", lambda x: NAN, "softcap must be 0 (none) or positive, found nan"),
-    Bad("softcap", lambda x: INF, "softcap must be 0 (none) or positive, found inf"),
+    Bad("softmax_scale", lambda x: NAN, "softmax_scale must be a finite float32, found nan"),
+    Bad("softmax_scale", lambda x: -INF, "softmax_scale must be a finite float32, found -inf"),
+    Bad("softmax_scale", lambda x: 1e39, "softmax_scale must be a finite float32, found 1e+39"),
+    Bad("softcap", lambda x: -1.0,
+        "softcap must be 0 (none) or 1.17549e-38 to 3.40282e+38, found -1"),
+    Bad("softcap", lambda x: NAN,
+        "softcap must be 0 (none) or 1.17549e-38 to 3.40282e+38, found nan"),
+    Bad("softcap", lambda x: INF,
+        "softcap must be 0 (none) or 1.17549e-38 to 3.40282e+38, found inf"),
+    Bad("softcap", lambda x: 1e-46,
+        "softcap must be 0 (none) or 1.17549e-38 to 3.40282e+38, found 1e-46"),
     Bad("window_size", lambda x: (-2, -1),
         "window_left must be -1 (unlimited) or at least 0, found -2"),
     Bad("window_size", lambda x: (-1, -5),
@@ -219,6 +230,29 @@ def test_refused(op, bad):
 def test_out_is_not_what_is_read(source):
     a = good_call("paged_attention")
     a["out"] = a[source].view(-1)[:160].view(5, 4, 8)
+    with pytest.raises(ValueError, match=f"^out must not overlap {source} in memory$"):
+        call_front("paged_attention", a)
+
+
+@pytest.mark.parametrize("source", ["block_table", "cu_seqlens_q", "seqused_k", "plan"])
+def test_out_is_not_a_table(source):
+    """Its ids are checked before the kernel runs and read while it does."""
+    a = good_call("paged_attention")
+    a["plan"] = plan_for()(None)
+    table = a["plan"].tensor if source == "plan" else a[source]
+    memory = torch.zeros(160)
+    memory[: table.numel()] = table.reshape(-1).view(torch.float32)
+    within = memory[: table.numel()].view(torch.int32).view(table.shape)
+    a[source] = dataclasses.replace(a["plan"], tensor=within) if source == "plan" else within
+    a["out"] = memory.view(5, 4, 8)
+    with pytest.raises(ValueError, match=f"^out must not overlap {source} in memory$"):
+        call_front("paged_attention", a)
+
+
+@pytest.mark.parametrize("source", ["alibi_slopes", "sinks", "k_scale", "v_scale"])
+def test_out_is_not_an_option(source):
+    a = good_call("paged_attention")
+    a[source] = a["out"].view(-1)[-2:] if "scale" in source else a["out"].view(-1)[:4]
     with pytest.raises(ValueError, match=f"^out must not overlap {source} in memory$"):
         call_front("paged_attention", a)
 

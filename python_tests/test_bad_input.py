@@ -96,11 +96,14 @@ APPEND_KV = [
     Bad("slot_mapping", strided,
         "slot_mapping must be contiguous in its last dimension (stride 1), found stride 2"),
     Bad("k_cache", lambda t: t[:, :, :1].expand(-1, -1, 2, -1),
-        "k_cache is written and must not overlap itself, found size 2 with stride 0 in "
-        "dimension 2"),
+        "k_cache is written and must not overlap itself, found shape [4, 16, 2, 16] "
+        "with strides [512, 32, 0, 1]"),
+    Bad("k_cache", lambda t: torch.zeros(2048).as_strided(t.shape, (512, 16, 16, 1)),
+        "k_cache is written and must not overlap itself, found shape [4, 16, 2, 16] "
+        "with strides [512, 16, 16, 1]"),
     Bad("v_cache", lambda t: t[:1].expand(4, -1, -1, -1),
-        "v_cache is written and must not overlap itself, found size 4 with stride 0 in "
-        "dimension 0"),
+        "v_cache is written and must not overlap itself, found shape [4, 16, 2, 8] "
+        "with strides [0, 16, 8, 1]"),
     bad_id("slot_mapping", lambda t: ints64(1, 64, 0),
            "slot_mapping[1] = 64 is out of range: allowed are -1 (skip) and 0 to 63 "
            "(num_pages * page_size - 1)"),
@@ -134,8 +137,8 @@ COPY_PAGES = [
     Bad("caches", lambda c: [torch.zeros(4, 1, 1, 1, 1, 1, 1)],
         "caches[0] must have 1 to 6 dimensions, found [4, 1, 1, 1, 1, 1, 1]"),
     Bad("caches", lambda c: [c[0], c[1][:1].expand(4, -1, -1, -1)],
-        "caches[1] is written and must not overlap itself, found size 4 with stride 0 in "
-        "dimension 0"),
+        "caches[1] is written and must not overlap itself, found shape [4, 16, 2, 8] "
+        "with strides [0, 16, 8, 1]"),
     bad_id("src", lambda t: ints64(0, 4), "src[1] = 4 is out of range: caches[0] has pages 0 to 3"),
     bad_id("dst", lambda t: ints64(2, -1),
            "dst[1] = -1 is out of range: caches[0] has pages 0 to 3"),
@@ -181,9 +184,10 @@ MERGE_STATES = [
         "lse_a must be contiguous in its last dimension (stride 1), found stride 2"),
     Bad("lse", strided, "lse must be contiguous in its last dimension (stride 1), found stride 2"),
     Bad("out", lambda t: t[:1].expand(3, -1, -1),
-        "out is written and must not overlap itself, found size 3 with stride 0 in dimension 0"),
+        "out is written and must not overlap itself, found shape [3, 2, 8] with "
+        "strides [0, 8, 1]"),
     Bad("lse", lambda t: t[:1].expand(2, -1),
-        "lse is written and must not overlap itself, found size 2 with stride 0 in dimension 0"),
+        "lse is written and must not overlap itself, found shape [2, 3] with strides [0, 1]"),
     Bad("out_a", nothing, "out_a must be a tensor, found None"),
 ]
 
@@ -218,8 +222,10 @@ PLAN_ATTENTION = [
         "num_heads must be a positive multiple of num_kv_heads, found 4 and -2"),
     Bad("page_size", lambda x: 0, "page_size must be 1 to 2147483647, found 0"),
     Bad("page_size", lambda x: -16, "page_size must be 1 to 2147483647, found -16"),
-    Bad("page_size", lambda x: 2**62,  # three of them are no 64-bit number
+    Bad("page_size", lambda x: 2**62,
         "page_size must be 1 to 2147483647, found 4611686018427387904"),
+    Bad("num_heads", lambda x: 2**40,
+        "num_heads must be at most 65536, found 1099511627776"),
     Bad("num_threads", lambda x: 0, "num_threads must be 1 to 4096, found 0"),
     Bad("num_threads", lambda x: 5000, "num_threads must be 1 to 4096, found 5000"),
     Bad("window_size", lambda x: (-3, 0),
@@ -288,9 +294,33 @@ def test_merge_does_not_write_over_what_it_reads(change, text):
         call_front("merge_states", change(good_call("merge_states")))
 
 
-@pytest.mark.parametrize(("source", "target"), [("key", "k_cache"), ("value", "v_cache")])
+@pytest.mark.parametrize("target", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("source", ["key", "value", "slot_mapping"])
 def test_append_does_not_write_over_what_it_reads(source, target):
     a = good_call("append_kv")
-    a[source] = a[target][0, :3]
+    a["key"], a["v_cache"] = torch.ones(3, 2, 8), torch.zeros(4, 16, 2, 8)
+    a["k_cache"] = torch.zeros(4, 16, 2, 8)
+    shared = a[target][0, :3]
+    a[source] = shared.view(-1)[:6].view(torch.int64) if source == "slot_mapping" else shared
     with pytest.raises(ValueError, match=f"^{target} must not overlap {source} in memory$"):
         call_front("append_kv", a)
+
+
+def test_append_keeps_keys_and_values_apart():
+    a = good_call("append_kv")
+    a["k_cache"], a["key"] = a["v_cache"], torch.ones(3, 2, 8)
+    with pytest.raises(ValueError, match=r"^k_cache must not overlap v_cache in memory$"):
+        call_front("append_kv", a)
+    packed = torch.zeros(4, 16, 2, 16)  # K | V in one buffer: they interleave without touching
+    a["k_cache"], a["v_cache"] = packed[..., :8], packed[..., 8:]
+    call_front("append_kv", a)
+    assert packed.sum() == 2 * 2 * 16
+
+
+@pytest.mark.parametrize("source", ["src", "dst"])
+def test_copy_does_not_write_over_the_page_ids(source):
+    a = good_call("copy_pages")
+    a["caches"][1].view(-1)[:4] = a[source].clone().view(torch.float32)
+    a[source] = a["caches"][1].view(-1)[:4].view(torch.int64)
+    with pytest.raises(ValueError, match=rf"^caches\[1\] must not overlap {source} in memory$"):
+        call_front("copy_pages", a)
