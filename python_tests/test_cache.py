@@ -229,19 +229,26 @@ def test_layer_made_after_sequences_is_copied_with_the_others() -> None:
         (
             (1, 0, 8),
             ValueError,
-            "num_kv_heads = 0, head_dim = 8, v_head_dim = 8: must be 1 or more",
+            "num_kv_heads = 0, head_dim = 8, v_head_dim = 8: must be integers of 1 or more",
         ),
         (
             (1, 2, 8, 0),
             ValueError,
-            "num_kv_heads = 2, head_dim = 8, v_head_dim = 0: must be 1 or more",
+            "num_kv_heads = 2, head_dim = 8, v_head_dim = 0: must be integers of 1 or more",
         ),
         ((0, 0, 8), ValueError, "not (0, 8, 8, torch.float32)"),
         (
             (1, -2, 8),
             ValueError,
-            "num_kv_heads = -2, head_dim = 8, v_head_dim = 8: must be 1 or more",
+            "num_kv_heads = -2, head_dim = 8, v_head_dim = 8: must be integers of 1 or more",
         ),
+        (
+            (1, 2, 8.0),
+            ValueError,
+            "num_kv_heads = 2, head_dim = 8.0, v_head_dim = 8.0: must be integers of 1 or more",
+        ),
+        (("1", 2, 8), ValueError, "layer = '1': must be an integer"),
+        ((1, 2, 8, 8, "half"), ValueError, "dtype = 'half': must be a torch.dtype"),
         ((0, 3, 8), ValueError, "are (2, 8, 8, torch.float32), not (3, 8, 8, torch.float32)"),
         ((0, 2, 8, 4), ValueError, "not (2, 8, 4, torch.float32)"),
         ((0, 2, 8, 8, torch.float16), ValueError, "not (2, 8, 8, torch.float16)"),
@@ -275,6 +282,9 @@ def test_a_pool_too_large_is_a_memory_error() -> None:
         ({"layout": "DNH"}, "layout = 'DNH': must be one of HND, NHD"),
         ({"num_kv_heads": 2}, "num_kv_heads = 2, head_dim = None, v_head_dim = None: give"),
         ({"head_dim": 8}, "num_kv_heads = None, head_dim = 8, v_head_dim = None: give"),
+        ({"v_head_dim": 0}, "num_kv_heads = None, head_dim = None, v_head_dim = 0: give"),
+        ({"dtype": None}, "dtype = None: must be a torch.dtype"),
+        ({"device": "nowhere"}, "device = 'nowhere': Expected one of cpu, cuda"),
         ({"v_head_dim": 8}, "num_kv_heads = None, head_dim = None, v_head_dim = 8: give"),
     ],
 )
@@ -373,7 +383,7 @@ def test_cancel() -> None:
     batch = cache.reserve([(trunk, 1)])
     cache.reserve([(trunk, 1)])
     with pytest.raises(
-        ValueError, match="has gone on to 5 tokens since this reservation left it at 4"
+        ValueError, match="was changed since this reservation left it at 4 tokens; it now has 5"
     ):
         batch.cancel()
 

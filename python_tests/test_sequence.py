@@ -193,6 +193,18 @@ def test_a_foreign_sequence_is_refused() -> None:
     assert (state(cache, live), state(other, foreign)) == before
 
 
+@pytest.mark.parametrize("line", [(), (1,), (1, 2, 3), 5, None, "ab"], ids=str)
+def test_a_request_is_made_of_pairs(line: object) -> None:
+    cache = make_cache()
+    live = grown(cache, 6)
+    before = state(cache, live)
+    text = rf"^work\[1\] = {re.escape(repr(line))}: must be a pair \(sequence, count\)$"
+    for use in (cache.reserve, cache.pages_needed):
+        with pytest.raises(ValueError, match=text):
+            use([(live, 1), line])  # type: ignore[list-item]
+    assert state(cache, live) == before
+
+
 @pytest.mark.parametrize("thing", [None, -1, 0, "all", object()], ids=str)
 def test_only_sequences_are_sequences(thing: object) -> None:
     cache = make_cache()

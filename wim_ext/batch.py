@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from wim_ext import ops
+from wim_ext.op_errors import window_pair
 
 if TYPE_CHECKING:
     from wim_ext.plan import AttentionPlan
@@ -51,7 +52,7 @@ class Batch:
         num_threads: int | None = None,
     ) -> AttentionPlan:
         """This step's attention plan (see `wim_ext.plan_attention`), made once per arguments."""
-        key = (num_heads, num_kv_heads, causal, tuple(window_size), num_threads)
+        key = (num_heads, num_kv_heads, causal, window_pair(window_size), num_threads)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = ops.plan_attention(
@@ -75,6 +76,6 @@ class Batch:
         Raises
         ------
         ValueError
-            A sequence has gone on since. Nothing was changed.
+            A sequence has gained or lost tokens since. Nothing was changed.
         """
         self._undo()

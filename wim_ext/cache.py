@@ -22,6 +22,13 @@ __all__ = ["Batch", "CacheStats", "PagedKVCache", "Sequence"]
 _Request = list[tuple[int, int]]  # (handle, count)
 
 
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device = {device!r}: {error}") from None
+
+
 @dataclass(frozen=True)
 class CacheStats:
     """How full a cache is. A page held by several sequences counts once.
@@ -113,9 +120,10 @@ class PagedKVCache:
         num_layers = as_int64(num_layers, "num_layers")
         self._table = LockedPageTable(num_pages, page_size)
         self._pool = LayerPool(
-            num_layers, num_pages, page_size, dtype, torch.device(device), layout, v_transposed
+            num_layers, num_pages, page_size, dtype, _as_device(device), layout, v_transposed
         )
-        if (num_kv_heads is None) != (head_dim is None) or (v_head_dim and not head_dim):
+        dims_given = head_dim is not None
+        if (num_kv_heads is not None) != dims_given or (v_head_dim is not None and not dims_given):
             raise ValueError(
                 f"num_kv_heads = {num_kv_heads}, head_dim = {head_dim}, v_head_dim = {v_head_dim}: "
                 "give num_kv_heads and head_dim, or none of them"
@@ -202,6 +210,7 @@ class PagedKVCache:
         MemoryError
             The tensors cannot be allocated.
         """
+        index = as_int64(index, "layer")
         return self._pool.layer(index, num_kv_heads, head_dim, v_head_dim, dtype)
 
     def new_sequence(self) -> Sequence:
@@ -277,7 +286,10 @@ class PagedKVCache:
 
     def _request(self, work: list[tuple[Sequence, int]]) -> _Request:
         request: _Request = []
-        for i, (sequence, count) in enumerate(work):
+        for i, line in enumerate(work):
+            if not isinstance(line, (tuple, list)) or len(line) != 2:
+                raise ValueError(f"work[{i}] = {line!r}: must be a pair (sequence, count)")
+            sequence, count = line
             if not isinstance(sequence, Sequence):
                 raise ValueError(f"work[{i}]: {sequence!r} is not a Sequence")
             handle = sequence.handle_in(self._table, f"work[{i}]")

@@ -7,6 +7,9 @@ under ``torch.compile(fullgraph=True)``. Their twins in plain PyTorch are in `wi
 A paged cache is a pair of 4-D tensors per layer: ``k_cache [num_pages, page_size, num_kv_heads,
 head_dim]`` and ``v_cache [num_pages, page_size, num_kv_heads, v_head_dim]``. Any page, slot and
 head strides will do; the last dimension must be contiguous, or, for V, the slots of a page.
+
+No op has a derivative: with gradients enabled, a tensor that requires one is a ValueError. What is
+written must not lie over itself or over anything that the same call reads.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wim_ext import op_fakes  # noqa: F401  (for torch.compile)
-from wim_ext.op_errors import call
+from wim_ext.op_errors import call, require_tensor, window_pair
 from wim_ext.plan import AttentionPlan
 
 __all__ = [
@@ -150,9 +153,11 @@ def merge_states(
     (2.0, 0.6931)
     """
     if out is None:
-        out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
+        require_tensor("out_a", out_a)
+        out = out_a.new_empty(out_a.shape)
     if lse is None:
-        lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
+        require_tensor("lse_a", lse_a)
+        lse = lse_a.new_empty(lse_a.shape)
     call(_ops.merge_states, out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
@@ -307,19 +312,22 @@ def paged_attention(
     >>> out.shape, bool((out == 1).all())
     (torch.Size([3, 6, 64]), True)
     """
+    require_tensor("query", query)
+    require_tensor("v_cache", v_cache)
+    if plan is not None and not isinstance(plan, AttentionPlan):
+        raise ValueError(f"plan must be an AttentionPlan, found {type(plan).__name__}")
+    left, right = window_pair(window_size)
+    # Whatever the shapes are, they reach the op, which says what is wrong with them.
     if out is None:
         out = query.new_empty(query.shape[:-1] + v_cache.shape[-1:])
-    lse = None
-    if return_lse:
-        shape = (query.shape[1], query.shape[0])
-        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-    left, right = window_size
+    lse = query.new_empty(query.shape[:2][::-1], dtype=torch.float32) if return_lse else None
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if query.dim() else 1.0
     call(
         _ops.paged_attention,
         *(query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k),
-        *(None if plan is None else plan.tensor, out, lse, scale, causal, left, right, softcap),
-        *(alibi_slopes, sinks, k_scale, v_scale),
+        *(None if plan is None else plan.tensor, out, lse, softmax_scale, causal, left, right),
+        *(softcap, alibi_slopes, sinks, k_scale, v_scale),
     )
     return out if lse is None else (out, lse)
 
@@ -368,7 +376,7 @@ def plan_attention(
     >>> plan.report.pages_read, plan.report.pages_without_sharing
     (2, 4)
     """
-    left, right = window_size
+    left, right = window_pair(window_size)
     threads = torch.get_num_threads() if num_threads is None else num_threads
     tensor = call(
         _ops.plan_attention,

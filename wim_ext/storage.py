@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import operator
 from threading import Lock
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ class LayerPool:
         if num_layers < 1:
             raise ValueError(f"num_layers = {num_layers}: must be 1 or more")
         layout = layout or ("HND" if device.type == "cpu" else "NHD")
+        _check_dtype(dtype)
         if layout not in _LAYOUTS:
             raise ValueError(f"layout = {layout!r}: must be one of {', '.join(_LAYOUTS)}")
         self.num_pages, self.page_size = num_pages, page_size
@@ -104,12 +107,14 @@ class LayerPool:
                 f"layer {index} has no tensors yet: its first use gives num_kv_heads and head_dim, "
                 f"not {num_kv_heads} and {head_dim}"
             )
-        dtype = dtype or self.dtype
+        dtype = self.dtype if dtype is None else dtype
+        _check_dtype(dtype)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        if min(num_kv_heads, head_dim, v_head_dim) < 1:
+        dims = (num_kv_heads, head_dim, v_head_dim)
+        if not all(isinstance(dim, SupportsIndex) and operator.index(dim) >= 1 for dim in dims):
             raise ValueError(
                 f"num_kv_heads = {num_kv_heads}, head_dim = {head_dim}, v_head_dim = {v_head_dim}: "
-                "must be 1 or more"
+                "must be integers of 1 or more"
             )
         row_bytes = self.num_pages * self.page_size * num_kv_heads * dtype.itemsize
         keys, values = _allocate(self.device, row_bytes * head_dim, row_bytes * v_head_dim)
@@ -128,6 +133,11 @@ class LayerPool:
         if self.layout == "HND":
             return flat.view(self.num_pages, heads, self.page_size, dim).permute(0, 2, 1, 3)
         return flat.view(self.num_pages, self.page_size, heads, dim)
+
+
+def _check_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype = {dtype!r}: must be a torch.dtype")
 
 
 def _allocate(device: torch.device, k_bytes: int, v_bytes: int) -> tuple[Tensor, Tensor]:
