@@ -125,6 +125,17 @@ def test_dynamic_shapes_compile_once():
     assert len(graphs) <= 2
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_gradients_enabled(dynamic):
+    """The check for gradients is traced too, with sizes that are no numbers."""
+    x = build(CASES[0])
+    with torch.enable_grad():
+        fast = compiled(ops.paged_attention, dynamic)
+        assert_bitwise_equal(fast(*x.args), ops.paged_attention(*x.args))
+        with pytest.raises(Exception, match=r"an argument requires a gradient|Observed exception"):
+            fast(x.query.clone().requires_grad_(), *x.args[1:])
+
+
 def test_errors_keep_their_words():
     x = build(CASES[0])
     with pytest.raises(Exception, match="k_cache must have dtype float16"):

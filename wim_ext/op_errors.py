@@ -87,17 +87,23 @@ def _tensors(op: Any, args: tuple[Any, ...]) -> list[tuple[str, Tensor]]:
 
 
 def _refuse_gradients(op: Any, args: tuple[Any, ...]) -> None:
-    for value in args:  # at every layer of every step: isinstance() would cost four times as much
-        among = value if value.__class__ is list else (value,)
-        for t in among:
-            if getattr(t, "requires_grad", False):
-                name = next(
-                    (name for name, tensor in _tensors(op, args) if tensor is t), "a tensor"
-                )
-                raise ValueError(
-                    f"{name} requires a gradient, which wim_ext does not compute: call "
-                    "under torch.no_grad() or torch.inference_mode(), or detach() it"
-                )
+    if torch.compiler.is_compiling():  # the tracer knows neither getattr() nor an op's schema
+        names = [
+            "an argument"
+            for value in args
+            for t in (value if isinstance(value, list) else [value])
+            if isinstance(t, Tensor) and t.requires_grad
+        ]
+    else:
+        # At every layer of every step: isinstance() would cost four times as much.
+        if not any(getattr(value, "requires_grad", value.__class__ is list) for value in args):
+            return
+        names = [name for name, t in _tensors(op, args) if t.requires_grad]
+    if names:
+        raise ValueError(
+            f"{names[0]} requires a gradient, which wim_ext does not compute: call under "
+            "torch.no_grad() or torch.inference_mode(), or detach() it"
+        )
 
 
 def _no_kernels(op: Any, args: tuple[Any, ...]) -> ValueError | None:
