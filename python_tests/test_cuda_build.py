@@ -177,11 +177,19 @@ from wim_ext import _native; print(_native.__file__); print(_native.CUDA_STATUS)
         assert re.fullmatch(status, said)
 
 
+class NoKernel:
+    """An op that the dispatcher finds no kernel for."""
+
+    @property
+    def default(self) -> object:
+        return torch.ops.wim_ext.append_kv.default
+
+    def __call__(self, *args: object) -> None:
+        raise NotImplementedError("Could not run 'wim_ext::op' with arguments from the backend")
+
+
 class TestWithoutTheLibrary:
     """What ops.py makes of the dispatcher's "could not run ... with arguments from ..."."""
-
-    def no_kernel(self, *args: object) -> None:
-        raise NotImplementedError("Could not run 'wim_ext::op' with arguments from the backend")
 
     def test_tensors_of_another_device_are_named_with_the_reason(self) -> None:
         here, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
@@ -189,9 +197,9 @@ class TestWithoutTheLibrary:
             with pytest.raises(
                 ValueError, match="has no kernels for tensors on meta; its CUDA"
             ) as e:
-                op_errors.call(self.no_kernel, *args)
+                op_errors.call(NoKernel(), *args)
             assert str(e.value).endswith(f"library is {_native.CUDA_STATUS}")
 
     def test_anything_else_stays_what_it_was(self) -> None:
         with pytest.raises(NotImplementedError, match="Could not run"):
-            op_errors.call(self.no_kernel, torch.zeros(1))
+            op_errors.call(NoKernel(), torch.zeros(1))
