@@ -87,17 +87,22 @@ def _tensors(op: Any, args: tuple[Any, ...]) -> list[tuple[str, Tensor]]:
 
 
 def _refuse_gradients(op: Any, args: tuple[Any, ...]) -> None:
-    if torch.compiler.is_compiling():  # the tracer knows neither getattr() nor an op's schema
-        names = [
-            "an argument"
-            for value in args
-            for t in (value if isinstance(value, list) else [value])
-            if isinstance(t, Tensor) and t.requires_grad
-        ]
-    else:
-        # At every layer of every step: isinstance() would cost four times as much.
-        if not any(getattr(value, "requires_grad", value.__class__ is list) for value in args):
-            return
+    compiling = torch.compiler.is_compiling()  # the tracer knows neither getattr() nor a schema
+    # At every layer of every step: isinstance() would cost four times as much.
+    if not compiling and not any(
+        getattr(value, "requires_grad", value.__class__ is list) for value in args
+    ):
+        return
+    tensors = [
+        t
+        for value in args
+        for t in (value if isinstance(value, list) else [value])
+        if isinstance(t, Tensor) and t.requires_grad
+    ]
+    if not tensors:
+        return
+    names = ["an argument"]
+    if not compiling:
         names = [name for name, t in _tensors(op, args) if t.requires_grad]
     if names:
         raise ValueError(
