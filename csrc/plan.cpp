@@ -9,7 +9,7 @@ namespace wim {
 namespace {
 
 // Packed rows (token x query head of the group) that one item aims at.
-constexpr int64_t kTileRows = 128;
+constexpr int64_t kTileRows = 512;
 
 class Planner {
  public:

@@ -1,9 +1,8 @@
-#include "cpu/attention_kernel.h"
+#include "cpu/shell_vector.h"
 #include "cpu/vec_avx2.h"
 
 namespace wim::cpu {
 
-const AttentionKernel avx2_kernel{KernelTable<Avx2>::scratch_bytes, KernelTable<Avx2>::run_item,
-                                  KernelTable<Avx2>::run_combine};
+const AttentionKernel avx2_kernel = VectorKernel<Avx2>::table;
 
 }  // namespace wim::cpu

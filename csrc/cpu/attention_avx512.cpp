@@ -2,13 +2,11 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 
-#include "cpu/attention_kernel.h"
+#include "cpu/shell_vector.h"
 #include "cpu/vec_avx512.h"
 
 namespace wim::cpu {
 
-const AttentionKernel avx512_kernel{KernelTable<Avx512>::scratch_bytes,
-                                    KernelTable<Avx512>::run_item,
-                                    KernelTable<Avx512>::run_combine};
+const AttentionKernel avx512_kernel = VectorKernel<Avx512>::table;
 
 }  // namespace wim::cpu

@@ -1,62 +1,30 @@
 // Attention of one work item: some query rows of one KV head against a run of keys. The one
-// algorithm of all instruction sets V and cache dtypes T; see plan_layout.h for the order of the
+// algorithm of all instruction sets and dtypes; a Shell supplies the operands' layout and the two
+// products (shell_vector.h, shell_pairs.h, shell_amx.h). See plan_layout.h for the order of the
 // arithmetic.
+//
+// Keys are taken in strips of Shell::kStrip on the absolute grid. A strip is packed once and then
+// read by every tile of Shell::kTile rows: scores of the whole strip, one softmax step, outputs.
 #pragma once
 
 #include "cpu/attention_output.h"
 #include "cpu/attention_work.h"
-#include "cpu/convert.h"
-#include "cpu/gemm.h"
-#include "cpu/inline.h"
 #include "cpu/pack.h"
+#include "cpu/scratch.h"
 #include "cpu/softmax.h"
 
 namespace wim::cpu {
 
-// Hands out aligned pieces of one block of memory; with a null base it only counts.
-class Arena {
- public:
-  WIM_INLINE explicit Arena(char* base) : base_(base) {}
-  template <class T>
-  WIM_INLINE T* take(int64_t count) {
-    char* piece = base_ + used_;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(piece);
-  }
-  WIM_INLINE int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
-// Per packed row: its keys, its query, the state of the current cell and the fold of the cells
-// before.
-struct Scratch {
-  WIM_INLINE Scratch(char* base, int64_t rows, int64_t dim, int64_t v_dim,
-                     int64_t* bytes = nullptr) {
-    Arena arena(base);
-    low = arena.take<int32_t>(rows), high = arena.take<int32_t>(rows);
-    active = arena.take<int32_t>(rows), started = arena.take<int32_t>(rows);
-    slot = arena.take<const void*>(kBlockKeys);
-    query = arena.take<float>(rows * dim);
-    keys = arena.take<float>(dim * kBlockKeys), values = arena.take<float>(kBlockKeys * v_dim);
-    scores = arena.take<float>(kTile * kBlockKeys), sums = arena.take<float>(kTile * v_dim);
-    for (int which = 0; which < 2; ++which) {
-      maximum[which] = arena.take<float>(rows), sum[which] = arena.take<float>(rows);
-      out[which] = arena.take<float>(rows * v_dim);
-    }
-    if (bytes != nullptr) *bytes = arena.used();
-  }
-  int32_t *low, *high, *active, *started;
-  const void** slot;
-  float *query, *keys, *values, *scores, *sums;
-  float *maximum[2], *sum[2], *out[2];  // [kCell], [kFold]
-};
-enum { kCell = 0, kFold = 1 };
-
-template <class V, class T>
+template <class Shell>
 class ItemKernel {
+  using V = typename Shell::V;
+  using T = typename Shell::Element;
+  using Operand = typename Shell::Operand;
+  static constexpr int64_t kStrip = Shell::kStrip;
+  static_assert(kCellKeys % kStrip == 0 && kStrip % kBlockKeys == 0);
+  // Then a strip's softmax state is the cell's, and folded at once.
+  static constexpr bool kWholeCells = kStrip == kCellKeys;
+
  public:
   WIM_INLINE ItemKernel(const AttentionWork& work, int64_t item, int64_t kv_head, char* memory)
       : work_(work),
@@ -65,20 +33,21 @@ class ItemKernel {
         rows_(work.rows + item_.row_begin),
         pages_(params_.block_table + item_.sequence * params_.block_table_stride),
         kv_head_(kv_head),
-        dim_(params_.query.dim),
+        depth_(Shell::depth(params_.query.dim)),
         v_dim_(padded<V>(params_.out.dim)),
         count_((item_.row_end - item_.row_begin) * work.group),
-        s_(memory, work.max_item_rows * work.group, dim_, v_dim_) {}
+        s_(memory, work.max_item_rows * work.group, depth_, v_dim_) {}
 
   void run() {
+    set_scale();
     pack_rows();
     for (int64_t cell = item_.key_begin / kCellKeys; cell * kCellKeys < item_.key_end; ++cell) {
       const int64_t begin = cell * kCellKeys, end = begin + kCellKeys;
-      begin_cell(select_rows(begin, end));
-      for (int64_t block = begin; block < end; block += kBlockKeys) {
-        if (block < item_.key_end && block + kBlockKeys > item_.key_begin) run_block(block);
+      if (!kWholeCells) begin_cell(select_rows(begin, end));
+      for (int64_t strip = begin; strip < end; strip += kStrip) {
+        if (strip < item_.key_end && strip + kStrip > item_.key_begin) run_strip(strip);
       }
-      end_cell(select_rows(begin, end));
+      if (!kWholeCells) end_cell(select_rows(begin, end));
     }
     for (int64_t row = 0; row < count_; ++row) finish(row);
   }
@@ -91,27 +60,26 @@ class ItemKernel {
     return {s_.maximum[which] + row, s_.sum[which] + row, s_.out[which] + row * v_dim_};
   }
 
-  void pack_rows() {
-    // Everything that multiplies q . k goes into q; softcap needs the score over the cap, the rest
-    // base 2.
+  // Raw products q . k times scale_ are scores in base 2, or what apply_rule makes into such. The
+  // softmax takes the maximum of the raw ones, so scale_ must be positive: a sign goes into q.
+  void set_scale() {
     float scale = params_.softmax_scale;
     if (params_.k_scale.data != nullptr)
       scale *= params_.k_scale.data[kv_head_ * params_.k_scale.stride];
-    scale = params_.softcap != 0.0f ? scale / params_.softcap : scale * kLog2E;
+    query_sign_ = scale > 0.0f ? 1.0f : scale < 0.0f ? -1.0f : scale;  // 0 stays 0, NaN stays NaN
+    scale_ = scale > 0.0f ? scale : scale < 0.0f ? -scale : 1.0f;
+    if (params_.softcap == 0.0f) scale_ *= kLog2E;
+    has_rule_ = params_.softcap != 0.0f || params_.alibi_slopes != nullptr;
+  }
+
+  void pack_rows() {
     for (int64_t row = 0; row < count_; ++row) {
       const PlanRow& source = plan_row(row);
       s_.low[row] = source.low, s_.high[row] = source.high, s_.started[row] = 0;
       const T* q = static_cast<const T*>(params_.query.data) +
                    source.token * params_.query.row_stride +
                    head_of(row) * params_.query.head_stride;
-      int64_t d = 0;
-      for (; d + V::kLanes <= dim_; d += V::kLanes) {
-        V::store(s_.query + row * dim_ + d, V::mul(V::load(q + d), V::set1(scale)));
-      }
-      if (d < dim_) {
-        store_part<V>(s_.query + row * dim_ + d,
-                      V::mul(load_part<V>(q + d, dim_ - d), V::set1(scale)), dim_ - d);
-      }
+      Shell::pack_query(q, params_.query.dim, query_sign_, s_.query + row * depth_);
     }
   }
 
@@ -134,119 +102,113 @@ class ItemKernel {
   }
 
   void end_cell(int64_t selected) {
-    for (int64_t i = 0; i < selected; ++i) {
-      const int64_t row = s_.active[i];
-      if (s_.started[row]) {
-        fold_state<V>(state(kCell, row), v_dim_, state(kFold, row));
-      } else {
-        copy_state<V>(state(kCell, row), v_dim_, state(kFold, row));
-      }
-      s_.started[row] = 1;
-    }
+    for (int64_t i = 0; i < selected; ++i) fold_cell(state(kCell, s_.active[i]), s_.active[i]);
   }
 
-  void run_block(int64_t block) {
-    const int64_t selected = select_rows(block, block + kBlockKeys);
-    if (selected == 0) return;
-    const int64_t begin = block > item_.key_begin ? block : item_.key_begin;
-    const int64_t end = block + kBlockKeys < item_.key_end ? block + kBlockKeys : item_.key_end;
-    const auto slot = reinterpret_cast<const T**>(s_.slot);
-    find_slots<T>(params_.k_cache, pages_, kv_head_, block, begin, end, slot);
-    pack_keys<V>(slot, dim_, s_.keys);
-    find_slots<T>(params_.v_cache, pages_, kv_head_, block, begin, end, slot);
-    pack_values<V>(params_.v_cache, slot, v_dim_, s_.values);
-    static_assert(kTile == 6);  // else rows that fill no tile would find no case below
-    int64_t i = 0;
-    for (; i + kTile <= selected; i += kTile) run_tile<kTile>(block, s_.active + i);
-    switch (selected - i) {
-      case 1:
-        return run_tile<1>(block, s_.active + i);
-      case 2:
-        return run_tile<2>(block, s_.active + i);
-      case 3:
-        return run_tile<3>(block, s_.active + i);
-      case 4:
-        return run_tile<4>(block, s_.active + i);
-      case 5:
-        return run_tile<5>(block, s_.active + i);
-    }
-  }
-
-  template <int M>
-  void run_tile(int64_t block, const int32_t* rows) {
-    const float* query[M];
-    const float* weights[M];
-    float* out[M];
-    float alpha[M];
-    for (int m = 0; m < M; ++m) {
-      query[m] = s_.query + rows[m] * dim_;
-      weights[m] = s_.scores + m * kBlockKeys;
-      out[m] = s_.out[kCell] + rows[m] * v_dim_;
-    }
-    score_tile<V, M>(query, s_.keys, dim_, s_.scores);
-    int64_t low[M], high[M];  // visible keys of each row within the block
-    bool whole = true;
-    for (int m = 0; m < M; ++m) {
-      const int64_t row = rows[m];
-      float* scores = s_.scores + m * kBlockKeys;
-      if (params_.softcap != 0.0f || params_.alibi_slopes != nullptr)
-        apply_rule<V>(rule(row, block), scores);
-      low[m] = s_.low[row] > block ? s_.low[row] - block : 0;
-      high[m] = s_.high[row] < block + kBlockKeys ? s_.high[row] - block : kBlockKeys;
-      if (high[m] - low[m] < kBlockKeys) {
-        whole = false;
-        mask_scores<V>(static_cast<float>(low[m]), static_cast<float>(high[m]), scores);
-      }
-      alpha[m] = softmax_step<V>(scores, s_.maximum[kCell] + row, s_.sum[kCell] + row);
-    }
-    if (whole) {
-      output_tile<V, M>(weights, s_.values, v_dim_, v_dim_, alpha, out);
+  void fold_cell(const State& cell, int64_t row) {
+    if (s_.started[row]) {
+      fold_state<V>(cell, v_dim_, state(kFold, row));
     } else {
-      output_partial<M>(weights, low, high, alpha, out);
+      copy_state<V>(cell, v_dim_, state(kFold, row));
+    }
+    s_.started[row] = 1;
+  }
+
+  // The blocks of a strip of which some of `rows` see a key, as an interval counted from the
+  // strip's first.
+  struct Blocks {
+    int64_t begin, end;
+  };
+  Blocks seen_blocks(int64_t strip, const int32_t* rows, int64_t count) const {
+    int64_t low = strip + kStrip, high = strip;
+    for (int64_t i = 0; i < count; ++i) {
+      low = s_.low[rows[i]] < low ? s_.low[rows[i]] : low;
+      high = s_.high[rows[i]] > high ? s_.high[rows[i]] : high;
+    }
+    low = low > strip ? low - strip : 0;
+    high = high < strip + kStrip ? high - strip : kStrip;
+    return {low / kBlockKeys, (high + kBlockKeys - 1) / kBlockKeys};
+  }
+
+  void run_strip(int64_t strip) {
+    const int64_t selected = select_rows(strip, strip + kStrip);
+    if (selected == 0) return;
+    pack_strip(strip, seen_blocks(strip, s_.active, selected));
+    for (int64_t i = 0; i < selected; i += Shell::kTile) {
+      const int64_t left = selected - i;
+      run_tile(strip, s_.active + i, left < Shell::kTile ? left : Shell::kTile);
     }
   }
 
-  // Adds visible keys only: 0 times a stale NaN is NaN. The keys that all rows see go together, the
-  // others row by row.
-  template <int M>
-  void output_partial(const float* const (&weights)[M], const int64_t* low, const int64_t* high,
-                      const float* alpha, float* const (&out)[M]) {
-    int64_t common_low = low[0], common_high = high[0];
-    for (int m = 1; m < M; ++m) {
-      common_low = common_low > low[m] ? common_low : low[m];
-      common_high = common_high < high[m] ? common_high : high[m];
+  void pack_strip(int64_t strip, Blocks blocks) {
+    const auto slot = reinterpret_cast<const T**>(s_.slot);
+    values_are_finite_ = true;
+    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+      const int64_t block = strip + b * kBlockKeys;
+      const int64_t begin = block > item_.key_begin ? block : item_.key_begin;
+      const int64_t end = block + kBlockKeys < item_.key_end ? block + kBlockKeys : item_.key_end;
+      find_slots<T>(params_.k_cache, pages_, kv_head_, block, begin, end, slot);
+      Shell::pack_keys(slot, params_.query.dim, s_.keys + b * kBlockKeys * depth_);
+      find_slots<T>(params_.v_cache, pages_, kv_head_, block, begin, end, slot);
+      values_are_finite_ &=
+          Shell::pack_values(params_.v_cache, slot, v_dim_, s_.values + b * kBlockKeys * v_dim_);
     }
-    if (common_high < common_low) common_high = common_low = kBlockKeys;
-    float* sums[M];
-    for (int m = 0; m < M; ++m) {
-      sums[m] = s_.sums + m * v_dim_;
-      for (int64_t d = 0; d < v_dim_; d += V::kLanes) V::store(sums[m] + d, V::zero());
-      add_own_keys(weights[m], low[m], high[m] < common_low ? high[m] : common_low, sums[m]);
+  }
+
+  void run_tile(int64_t strip, const int32_t* rows, int64_t count) {
+    const Blocks blocks = seen_blocks(strip, rows, count);
+    const int64_t begin = blocks.begin * kBlockKeys, end = blocks.end * kBlockKeys;
+    const Operand *query[Shell::kTile], *weights[Shell::kTile];
+    float maximum[Shell::kTile], sum[Shell::kTile], alpha[Shell::kTile];
+    int64_t low[Shell::kTile], high[Shell::kTile];  // visible keys of each row within the strip
+    for (int64_t m = 0; m < count; ++m) query[m] = s_.query + rows[m] * depth_;
+    Shell::score(query, count, s_.keys, depth_, blocks.begin, blocks.end, s_.scores, s_.products);
+    for (int64_t m = 0; m < count; ++m) {
+      const int64_t row = rows[m];
+      float* scores = s_.scores + m * kStrip;
+      if (has_rule_) apply_rule<V>(rule(row, strip), begin, end, scores);
+      low[m] = s_.low[row] > strip ? s_.low[row] - strip : 0;
+      high[m] = s_.high[row] < strip + kStrip ? s_.high[row] - strip : kStrip;
+      if (low[m] > begin || high[m] < end) mask_scores<V>(low[m], high[m], begin, end, scores);
+      weights[m] = reinterpret_cast<const Operand*>(scores);  // take the place of the scores
+      maximum[m] = kWholeCells ? kMinusInfinity : s_.maximum[kCell][row];
+      sum[m] = kWholeCells ? 0.0f : s_.sum[kCell][row];
+      alpha[m] =
+          softmax_step<Shell>(scores, begin, end, has_rule_ ? 1.0f : scale_, maximum + m, sum + m);
     }
-    add_keys<V, M>(weights, s_.values, v_dim_, v_dim_, common_low, common_high, sums);
-    for (int m = 0; m < M; ++m) {
-      add_own_keys(weights[m], common_high, high[m], sums[m]);
-      const typename V::F scale = V::set1(alpha[m]);
-      for (int64_t d = 0; d < v_dim_; d += V::kLanes) {
-        V::store(out[m] + d, V::fma(V::load(out[m] + d), scale, V::load(sums[m] + d)));
+    Shell::output(weights, count, s_.values, v_dim_, begin, end, s_.sums, s_.products);
+    for (int64_t m = 0; m < count; ++m) {
+      float* sums = s_.sums + m * v_dim_;
+      // A hidden key has weight 0, and 0 times a stale NaN is NaN: once more, without it.
+      if (!values_are_finite_ && (low[m] > begin || high[m] < end)) {
+        Shell::hide_values(s_.values, v_dim_, begin, end, low[m], high[m], s_.visible_values);
+        Shell::output(weights + m, 1, s_.visible_values, v_dim_, begin, end, sums, s_.products);
+      }
+      if (kWholeCells) {
+        fold_cell({maximum + m, sum + m, sums}, rows[m]);
+      } else {
+        add_strip(maximum[m], sum[m], sums, alpha[m], rows[m]);
       }
     }
   }
 
-  void add_own_keys(const float* weights, int64_t begin, int64_t end, float* sums) {
-    const float* const one[1] = {weights};
-    float* const target[1] = {sums};
-    if (begin < end) add_keys<V, 1>(one, s_.values, v_dim_, v_dim_, begin, end, target);
+  void add_strip(float maximum, float sum, const float* sums, float alpha, int64_t row) {
+    const State cell = state(kCell, row);
+    *cell.maximum = maximum, *cell.sum = sum;
+    const typename V::F factor = V::set1(alpha);
+    for (int64_t d = 0; d < v_dim_; d += V::kLanes)
+      V::store(cell.out + d, V::fma(V::load(cell.out + d), factor, V::load(sums + d)));
   }
 
-  ScoreRule rule(int64_t row, int64_t block) const {
+  ScoreRule rule(int64_t row, int64_t strip) const {
     ScoreRule result;
+    result.scale = scale_;
     result.softcap = params_.softcap;
     if (params_.alibi_slopes != nullptr) {
       const PlanToken& token = work_.tokens[plan_row(row).token];
       result.alibi_slope =
           kLog2E * params_.alibi_slopes[token.sequence * params_.alibi_batch_stride + head_of(row)];
-      result.distance = static_cast<float>(token.position - block);
+      result.distance = static_cast<float>(token.position - strip);
     }
     return result;
   }
@@ -265,39 +227,24 @@ class ItemKernel {
   const PlanItem& item_;
   const PlanRow* rows_;
   const int32_t* pages_;
-  const int64_t kv_head_, dim_, v_dim_, count_;
-  const Scratch s_;
+  const int64_t kv_head_, depth_, v_dim_, count_;
+  const Scratch<Shell> s_;
+  float query_sign_ = 1.0f, scale_ = 1.0f;
+  bool has_rule_ = false;
+  bool values_are_finite_ = true;  // of the current strip, hidden keys included
 };
 
-// The table of one instruction set.
-template <class V>
-struct KernelTable {
-  static int64_t scratch_bytes(const AttentionWork& work) {
-    int64_t bytes = 0;
-    Scratch(nullptr, work.max_item_rows * work.group, work.params.query.dim,
-            padded<V>(work.params.out.dim), &bytes);
-    return bytes;
-  }
-  static void run_item(const AttentionWork& work, int64_t item, int64_t kv_head, char* scratch) {
-    switch (work.params.dtype) {
-      case DType::kFloat32:
-        return ItemKernel<V, float>(work, item, kv_head, scratch).run();
-      case DType::kBFloat16:
-        return ItemKernel<V, BFloat16>(work, item, kv_head, scratch).run();
-      case DType::kFloat16:
-        return ItemKernel<V, Float16>(work, item, kv_head, scratch).run();
-    }
-  }
-  static void run_combine(const AttentionWork& work, int64_t index, char* scratch) {
-    switch (work.params.dtype) {
-      case DType::kFloat32:
-        return combine_token<V, float>(work, work.combines[index], scratch);
-      case DType::kBFloat16:
-        return combine_token<V, BFloat16>(work, work.combines[index], scratch);
-      case DType::kFloat16:
-        return combine_token<V, Float16>(work, work.combines[index], scratch);
-    }
-  }
-};
+template <class Shell>
+int64_t scratch_bytes(const AttentionWork& work) {
+  int64_t bytes = 0;
+  Scratch<Shell>(nullptr, work.max_item_rows * work.group, Shell::depth(work.params.query.dim),
+                 padded<typename Shell::V>(work.params.out.dim), &bytes);
+  return bytes;
+}
+
+template <class Shell>
+void run_item(const AttentionWork& work, int64_t item, int64_t kv_head, char* scratch) {
+  ItemKernel<Shell>(work, item, kv_head, scratch).run();
+}
 
 }  // namespace wim::cpu

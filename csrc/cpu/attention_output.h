@@ -19,7 +19,9 @@ WIM_INLINE State partial_state(const AttentionWork& work, int64_t slot, int64_t 
   return {base, base + 1, base + kPartialHeader};
 }
 
-// out = o / l, with the sink as one more term of l.
+// out = o / l, with the sink as one more term of l. Adding 0 makes a -0 a 0: which of them a sum of
+// nothing is depends on the hidden keys that a row was multiplied with, weight 0, for its
+// neighbours' sake.
 template <class V, class T>
 WIM_INLINE void write_output(const AttentionWork& work, int64_t token, int64_t head,
                              const State& state) {
@@ -38,7 +40,7 @@ WIM_INLINE void write_output(const AttentionWork& work, int64_t token, int64_t h
            head * params.out.head_stride;
   int64_t d = 0;
   for (; d + V::kLanes <= params.out.dim; d += V::kLanes) {
-    V::store(out + d, V::mul(V::load(state.out + d), V::set1(scale)));
+    V::store(out + d, V::fma(V::load(state.out + d), V::set1(scale), V::zero()));
   }
   if (d < params.out.dim) {
     store_part<V>(out + d, V::mul(V::load(state.out + d), V::set1(scale)), params.out.dim - d);

@@ -1,10 +1,8 @@
-#include "cpu/attention_kernel.h"
+#include "cpu/shell_vector.h"
 #include "cpu/vec_portable.h"
 
 namespace wim::cpu {
 
-const AttentionKernel portable_kernel{KernelTable<Portable>::scratch_bytes,
-                                      KernelTable<Portable>::run_item,
-                                      KernelTable<Portable>::run_combine};
+const AttentionKernel portable_kernel = VectorKernel<Portable>::table;
 
 }  // namespace wim::cpu

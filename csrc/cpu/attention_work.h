@@ -28,6 +28,6 @@ struct AttentionKernel {
   void (*run_combine)(const AttentionWork& work, int64_t combine, char* scratch);
 };
 
-extern const AttentionKernel portable_kernel, avx2_kernel, avx512_kernel;
+extern const AttentionKernel portable_kernel, avx2_kernel, avx512_kernel, avx512_bf16_kernel;
 
 }  // namespace wim::cpu

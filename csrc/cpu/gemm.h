@@ -1,6 +1,6 @@
-// The two matrix products of attention on small tiles. Each output element is one chain of fused
-// multiply-adds in the order of the inner index, whatever the tile's shape: a row has the same bits
-// alone and among others.
+// The two matrix products of attention on small tiles of float vectors. Each output element is one
+// chain of fused multiply-adds in the order of the inner index, whatever the tile's shape: a row
+// has the same bits alone and among others.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,6 @@
 #include "plan_layout.h"
 
 namespace wim::cpu {
-
-constexpr int kTile = 6;  // query rows that share the loads of one register tile
 
 // Vectors per row of a register tile: enough independent chains to hide the latency, few enough to
 // stay in registers.
@@ -35,90 +33,30 @@ WIM_INLINE void multiply_add(const float* const (&a)[M], const float* b, int64_t
   }
 }
 
-// scores[m][key] = q[m] . k[key] for one block; keys are the columns of `keys` [depth][kBlockKeys].
-template <class V, int M>
-WIM_INLINE void score_tile(const float* const (&q)[M], const float* keys, int64_t depth,
-                           float* scores) {
-  constexpr int N = tile_columns<V>(M);
-  static_assert(kBlockKeys % (N * V::kLanes) == 0);
-  for (int column = 0; column < kBlockKeys; column += N * V::kLanes) {
-    typename V::F acc[M][N];
-    for (int m = 0; m < M; ++m) {
-      for (int n = 0; n < N; ++n) acc[m][n] = V::zero();
-    }
-    multiply_add<V, M, N>(q, keys + column, kBlockKeys, depth, acc);
-    for (int m = 0; m < M; ++m) {
-      for (int n = 0; n < N; ++n)
-        V::store(scores + m * kBlockKeys + column + n * V::kLanes, acc[m][n]);
-    }
-  }
-}
-
-// out[m] = alpha[m] * out[m] + sum over keys of weights[m][key] * values[key], N vectors from
-// `column` on.
+// c[m * c_stride + n] = sum over k of a[m][k] * b[k][n], N vectors wide
 template <class V, int M, int N>
-WIM_INLINE void output_columns(const float* const (&weights)[M], const float* values,
-                               int64_t value_stride, int64_t column, const float* alpha,
-                               float* const (&out)[M]) {
+WIM_INLINE void multiply(const float* const (&a)[M], const float* b, int64_t b_stride,
+                         int64_t depth, float* c, int64_t c_stride) {
   typename V::F acc[M][N];
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < N; ++n) acc[m][n] = V::zero();
   }
-  multiply_add<V, M, N>(weights, values + column, value_stride, kBlockKeys, acc);
+  multiply_add<V, M, N>(a, b, b_stride, depth, acc);
   for (int m = 0; m < M; ++m) {
-    const typename V::F scale = V::set1(alpha[m]);
-    for (int n = 0; n < N; ++n) {
-      float* target = out[m] + column + n * V::kLanes;
-      V::store(target, V::fma(V::load(target), scale, acc[m][n]));
-    }
+    for (int n = 0; n < N; ++n) V::store(c + m * c_stride + n * V::kLanes, acc[m][n]);
   }
 }
 
+// As multiply, for any width that is a multiple of the vector's.
 template <class V, int M>
-WIM_INLINE void output_tile(const float* const (&weights)[M], const float* values,
-                            int64_t value_stride, int64_t dim, const float* alpha,
-                            float* const (&out)[M]) {
+WIM_INLINE void multiply_wide(const float* const (&a)[M], const float* b, int64_t b_stride,
+                              int64_t depth, int64_t width, float* c, int64_t c_stride) {
   constexpr int N = tile_columns<V>(M);
   int64_t column = 0;
-  for (; column + N * V::kLanes <= dim; column += N * V::kLanes) {
-    output_columns<V, M, N>(weights, values, value_stride, column, alpha, out);
-  }
-  for (; column < dim; column += V::kLanes) {
-    output_columns<V, M, 1>(weights, values, value_stride, column, alpha, out);
-  }
-}
-
-template <class V, int M, int N>
-WIM_INLINE void add_columns(const float* const (&weights)[M], const float* values,
-                            int64_t value_stride, int64_t column, int64_t keys,
-                            float* const (&sums)[M]) {
-  typename V::F acc[M][N];
-  for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) acc[m][n] = V::load(sums[m] + column + n * V::kLanes);
-  }
-  multiply_add<V, M, N>(weights, values + column, value_stride, keys, acc);
-  for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) V::store(sums[m] + column + n * V::kLanes, acc[m][n]);
-  }
-}
-
-// The same chain in pieces, for blocks of which a row sees only a part: sums[m] += weights . values
-// over keys [begin, end). Values outside are not touched: they may be NaN.
-template <class V, int M>
-WIM_INLINE void add_keys(const float* const (&weights)[M], const float* values,
-                         int64_t value_stride, int64_t dim, int64_t begin, int64_t end,
-                         float* const (&sums)[M]) {
-  constexpr int N = tile_columns<V>(M);
-  const float* shifted[M];
-  for (int m = 0; m < M; ++m) shifted[m] = weights[m] + begin;
-  values += begin * value_stride;
-  int64_t column = 0;
-  for (; column + N * V::kLanes <= dim; column += N * V::kLanes) {
-    add_columns<V, M, N>(shifted, values, value_stride, column, end - begin, sums);
-  }
-  for (; column < dim; column += V::kLanes) {
-    add_columns<V, M, 1>(shifted, values, value_stride, column, end - begin, sums);
-  }
+  for (; column + N * V::kLanes <= width; column += N * V::kLanes)
+    multiply<V, M, N>(a, b + column, b_stride, depth, c + column, c_stride);
+  for (; column < width; column += V::kLanes)
+    multiply<V, M, 1>(a, b + column, b_stride, depth, c + column, c_stride);
 }
 
 }  // namespace wim::cpu

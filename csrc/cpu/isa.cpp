@@ -17,6 +17,8 @@ std::vector<Isa> find_isas() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
+  const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+  isas.push_back({"avx512_bf16", &avx512_bf16_kernel, pairs});
   isas.push_back({"avx512", &avx512_kernel, avx512});
   isas.push_back({"avx2", &avx2_kernel, avx2});
 #endif

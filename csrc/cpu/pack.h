@@ -62,40 +62,50 @@ WIM_INLINE void pack_keys(const T* const* slot, int64_t dim, float* keys) {
   }
 }
 
-// values[i][d] = slot[i][d * dim_stride] as float32: [kBlockKeys][stride]; rows without a slot are
-// left as they are, columns from dim up to stride are zero.
+// values[i][d] = slot[i][d * dim_stride] as float32: [kBlockKeys][stride]; rows without a slot and
+// columns from dim up to stride are zero. Tells whether all values are finite.
 template <class V, class T>
-WIM_INLINE void pack_values(const CacheView& cache, const T* const* slot, int64_t stride,
+WIM_INLINE bool pack_values(const CacheView& cache, const T* const* slot, int64_t stride,
                             float* values) {
+  using F = typename V::F;
   constexpr int L = V::kLanes;
   const int64_t dim = cache.dim;
+  F zeros = V::zero();  // of each value its product with 0
+  const auto put = [&](int64_t i, int64_t d, F value) {
+    zeros = V::fma(value, V::zero(), zeros);
+    V::store(values + i * stride + d, value);
+  };
   for (int i = 0; i < kBlockKeys;) {
-    if (slot[i] == nullptr) {
-      ++i;
-    } else if (cache.dim_stride == 1) {
-      for (int64_t d = 0; d < dim; d += L)
-        V::store(values + i * stride + d, load_upto<V>(slot[i] + d, dim - d));
-      ++i;
-    } else if (cache.page_size >= L && i + L <= kBlockKeys &&
-               slot[i + L - 1] == slot[i] + (L - 1)) {
-      // L slots in a row: with pages of at least L slots equal ends mean that all between them lie
-      // in a row too.
+    // L slots in a row: with pages of at least L slots equal ends mean that all between them lie in
+    // a row too.
+    const bool run = cache.dim_stride != 1 && cache.page_size >= L && i + L <= kBlockKeys &&
+                     slot[i] != nullptr && slot[i + L - 1] == slot[i] + (L - 1);
+    if (run) {
       for (int64_t d = 0; d < dim; d += L) {
-        typename V::F columns[L];
-        for (int j = 0; j < L; ++j) {
+        F columns[L];
+        for (int j = 0; j < L; ++j)
           columns[j] = d + j < dim ? V::load(slot[i] + (d + j) * cache.dim_stride) : V::zero();
-        }
         V::transpose(columns);
-        for (int j = 0; j < L; ++j) V::store(values + (i + j) * stride + d, columns[j]);
+        for (int j = 0; j < L; ++j) put(i + j, d, columns[j]);
       }
       i += L;
-    } else {
-      for (int64_t d = 0; d < stride; ++d) {
-        values[i * stride + d] = d < dim ? to_float(slot[i][d * cache.dim_stride]) : 0.0f;
-      }
-      ++i;
+      continue;
     }
+    for (int64_t d = 0; d < stride; d += L) {
+      if (slot[i] == nullptr) {
+        V::store(values + i * stride + d, V::zero());
+      } else if (cache.dim_stride == 1) {
+        put(i, d, load_upto<V>(slot[i] + d, dim - d));
+      } else {
+        T gathered[L] = {};
+        for (int64_t j = 0; j < L && d + j < dim; ++j)
+          gathered[j] = slot[i][(d + j) * cache.dim_stride];
+        put(i, d, V::load(gathered));
+      }
+    }
+    ++i;
   }
+  return V::reduce_add(zeros) == 0.0f;
 }
 
 }  // namespace wim::cpu

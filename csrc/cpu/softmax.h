@@ -8,7 +8,6 @@
 
 #include "cpu/inline.h"
 #include "cpu/math.h"
-#include "plan_layout.h"
 
 namespace wim::cpu {
 
@@ -19,18 +18,21 @@ constexpr float kMinusInfinity = -__builtin_inff();
 WIM_INLINE float finite_pivot(float maximum) { return maximum == kMinusInfinity ? 0.0f : maximum; }
 WIM_INLINE float larger(float a, float b) { return b > a ? b : a; }
 
-// What becomes of a raw product q . k before the softmax.
+// What becomes of a raw product q . k before the softmax: a score in base 2.
 struct ScoreRule {
-  float softcap = 0.0f;      // 0: none; else scores arrive divided by it
+  float scale = 1.0f;
+  float softcap = 0.0f;      // 0: none
   float alibi_slope = 0.0f;  // in base 2
-  float distance = 0.0f;     // from the block's first key to the row's position
+  float distance = 0.0f;     // from the strip's first key to the row's position
 };
 
+// The following work on keys [begin, end) of a strip, whole vectors.
 template <class V>
-WIM_INLINE void apply_rule(const ScoreRule& rule, float* scores) {
+WIM_INLINE void apply_rule(const ScoreRule& rule, int64_t begin, int64_t end, float* scores) {
   using F = typename V::F;
-  for (int j = 0; j < kBlockKeys; j += V::kLanes) {
-    F s = V::load(scores + j);
+  const F scale = V::set1(rule.softcap != 0.0f ? rule.scale / rule.softcap : rule.scale);
+  for (int64_t j = begin; j < end; j += V::kLanes) {
+    F s = V::mul(V::load(scores + j), scale);
     if (rule.softcap != 0.0f) s = V::mul(tanh<V>(s), V::set1(rule.softcap * kLog2E));
     if (rule.alibi_slope != 0.0f) {
       const F key = V::add(V::iota(), V::set1(static_cast<float>(j)));
@@ -40,35 +42,45 @@ WIM_INLINE void apply_rule(const ScoreRule& rule, float* scores) {
   }
 }
 
-// Scores of keys outside [low, high) of the block become -inf; a NaN there must go too.
+// Scores of keys outside [low, high) become -inf; a NaN there must go too.
 template <class V>
-WIM_INLINE void mask_scores(float low, float high, float* scores) {
-  for (int j = 0; j < kBlockKeys; j += V::kLanes) {
+WIM_INLINE void mask_scores(int64_t low, int64_t high, int64_t begin, int64_t end, float* scores) {
+  const typename V::F before = V::set1(static_cast<float>(low - 1)),
+                      after = V::set1(static_cast<float>(high));
+  for (int64_t j = begin; j < end; j += V::kLanes) {
+    if (j >= low && j + V::kLanes <= high) continue;
     const typename V::F key = V::add(V::iota(), V::set1(static_cast<float>(j)));
-    const auto visible = V::both(V::less(V::set1(low - 1.0f), key), V::less(key, V::set1(high)));
+    const auto visible = V::both(V::less(before, key), V::less(key, after));
     V::store(scores + j, V::select(visible, V::load(scores + j), V::set1(kMinusInfinity)));
   }
 }
 
-// Turns a block's scores into weights in place and updates the row's state; returns the factor for
-// the old output.
-template <class V>
-WIM_INLINE float softmax_step(float* scores, float* maximum, float* sum) {
+// Turns scores, still to be multiplied by `scale` > 0, into weights in place and updates the row's
+// state; returns the factor for the old output.
+template <class Shell>
+WIM_INLINE float softmax_step(float* scores, int64_t begin, int64_t end, float scale,
+                              float* maximum, float* sum) {
+  using V = typename Shell::V;
   using F = typename V::F;
-  F largest = V::load(scores);
-  for (int j = V::kLanes; j < kBlockKeys; j += V::kLanes)
-    largest = V::max(V::load(scores + j), largest);
-  const float before = *maximum, now = larger(before, V::reduce_max(largest));
-  const F pivot = V::set1(finite_pivot(now));
-  F total = V::zero();
-  for (int j = 0; j < kBlockKeys; j += V::kLanes) {
-    const F weight = exp2<V>(V::sub(V::load(scores + j), pivot));
-    V::store(scores + j, weight);
-    total = V::add(total, weight);
+  constexpr int kStep = 2 * V::kLanes;
+  F largest[2] = {V::load(scores + begin), V::load(scores + begin + V::kLanes)};
+  for (int64_t j = begin + kStep; j < end; j += kStep) {
+    largest[0] = V::max(V::load(scores + j), largest[0]);
+    largest[1] = V::max(V::load(scores + j + V::kLanes), largest[1]);
+  }
+  const float before = *maximum;
+  const float now = larger(before, V::reduce_max(V::max(largest[0], largest[1])) * scale);
+  const F factor = V::set1(scale), pivot = V::set1(-finite_pivot(now));
+  const auto weights = reinterpret_cast<typename Shell::Operand*>(scores);
+  F total[2] = {V::zero(), V::zero()};
+  for (int64_t j = begin; j < end; j += kStep) {
+    const F a = Shell::exp2(V::fma(V::load(scores + j), factor, pivot));
+    const F b = Shell::exp2(V::fma(V::load(scores + j + V::kLanes), factor, pivot));
+    Shell::put_weights(a, b, weights + j, total);
   }
   const float alpha = now == before ? 1.0f : exp2_scalar<V>(before - finite_pivot(now));
   *maximum = now;
-  *sum = *sum * alpha + V::reduce_add(total);
+  *sum = *sum * alpha + V::reduce_add(V::add(total[0], total[1]));
   return alpha;
 }
 
