@@ -36,7 +36,8 @@ class ItemKernel {
         depth_(Shell::depth(params_.query.dim)),
         v_dim_(padded<V>(params_.out.dim)),
         count_((item_.row_end - item_.row_begin) * work.group),
-        s_(memory, work.max_item_rows * work.group, depth_, v_dim_) {}
+        s_(memory, work.max_item_rows * work.group, depth_, v_dim_),
+        session_(s_.products) {}
 
   void run() {
     set_scale();
@@ -229,6 +230,7 @@ class ItemKernel {
   const int32_t* pages_;
   const int64_t kv_head_, depth_, v_dim_, count_;
   const Scratch<Shell> s_;
+  const typename Shell::Session session_;
   float query_sign_ = 1.0f, scale_ = 1.0f;
   bool has_rule_ = false;
   bool values_are_finite_ = true;  // of the current strip, hidden keys included

@@ -28,6 +28,7 @@ struct AttentionKernel {
   void (*run_combine)(const AttentionWork& work, int64_t combine, char* scratch);
 };
 
-extern const AttentionKernel portable_kernel, avx2_kernel, avx512_kernel, avx512_bf16_kernel;
+extern const AttentionKernel portable_kernel, avx2_kernel, avx512_kernel, avx512_bf16_kernel,
+    amx_kernel;
 
 }  // namespace wim::cpu

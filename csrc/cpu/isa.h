@@ -1,4 +1,4 @@
-// Which instruction set the attention kernel uses: the widest one that is built in and that this
+// Which instruction set the attention kernel uses: the fastest one that is built in and that this
 // CPU has.
 #pragma once
 
@@ -15,7 +15,7 @@ struct Isa {
   bool available;  // on this CPU
 };
 
-// All that are built in, widest first.
+// All that are built in, fastest first.
 const std::vector<Isa>& built_in_isas();
 
 // The environment variable WIM_CPU_ISA, read at the first call, forces one by name. Throws

@@ -143,6 +143,7 @@ struct PairLayout {
 
 // Products by vdpbf16ps: each output element is one chain of it in the order of the pairs.
 struct PairShell : PairLayout<2> {
+  using Session = NoSession;
   static constexpr int64_t kTile = 6;
   static constexpr int64_t kStrip = 512;
 
