@@ -8,8 +8,9 @@
 namespace wim {
 namespace {
 
-// Packed rows (token x query head of the group) that one item aims at.
-constexpr int64_t kTileRows = 512;
+// Packed rows (token x query head of the group) that one item aims at: each strip of keys is packed
+// once an item. From kChunkRows on a sequence's rows make items of their own.
+constexpr int64_t kTileRows = 512, kChunkRows = 64;
 
 class Planner {
  public:
@@ -40,7 +41,7 @@ class Planner {
   };
 
   void read_rows();
-  bool is_chunk(int64_t b) const { return 2 * batch_.rows(b) * batch_.group() >= kTileRows; }
+  bool is_chunk(int64_t b) const { return batch_.rows(b) * batch_.group() >= kChunkRows; }
   void tile_chunk(int64_t b);
   void place_branch(int64_t b, size_t tiles);
   int64_t common_keys(int64_t a, int64_t b, int64_t low, int64_t high) const;

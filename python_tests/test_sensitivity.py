@@ -61,9 +61,10 @@ def test_fault_is_rejected(fault):
 @pytest.mark.parametrize("profile", ["decode_long", "decode_longest"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_one_key_of_thousands_is_missed(profile, dtype):
-    # The usual absolute tolerance of 1.5e-2 would let this pass, lse or not.
+    # The usual absolute tolerance of 1.5e-2 would let this pass, lse or not. In bfloat16 a key of
+    # little weight may hide behind the weights' rounding: there the lse tells.
     case = Case(f"one-of-{profile}", PROFILES[profile], dtype, 8, 2, 64, 64, 64)
     with threads(1):
-        out, _ = attention(inputs_of(case), "drops_last_key")
-    with pytest.raises(AssertionError, match=r"error .* above .* \(R1, R2\)"):
-        assert_right(expected(case), out, None)
+        out, lse = attention(inputs_of(case), "drops_last_key")
+    with pytest.raises(AssertionError, match=r"error .* above .* \(R1, R2\)|R3"):
+        assert_right(expected(case), out, lse if dtype == torch.bfloat16 else None)

@@ -170,6 +170,11 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RECURRENT = ("qwen3_next", "lfm2", "mamba")
 
+# From transformers 5.25 on Falcon attends through the AttentionInterface, its ALiBi form by a mask.
+FALCON_PACKS = hf.FalconForCausalLM._can_set_attn_implementation()
+if FALCON_PACKS:
+    PACKED["falcon"] = FALLBACK.pop("falcon")
+
 
 def make(name: str, **changes: Any) -> Any:
     """A tiny model in eval mode, float32, eager attention, weights large enough to matter."""
