@@ -11,8 +11,8 @@ namespace wim::cpu {
 
 struct AmxShell : PairLayout<32> {
   static constexpr int64_t kTile = 2 * tiles::kRows;
-  // Scores, keys and values of a strip lie in a first-level cache together.
-  static constexpr int64_t kStrip = 128;
+  // Whole cells: their state is folded without a detour, and a row's softmax runs long.
+  static constexpr int64_t kStrip = 512;
 
   // Queries that do not follow each other are brought together here.
   WIM_INLINE static int64_t product_bytes(int64_t depth, int64_t) {

@@ -26,15 +26,14 @@ struct PairLayout {
   // 2^x for x <= 127: relative error under 3e-6, a thousandth of what rounding to bfloat16 adds and
   // little enough for the lse. 0 below -150 and at -inf; NaN stays NaN.
   WIM_INLINE static F exp2(F x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // in this order a NaN passes
-    const F whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const F f = V::sub(x, whole);
-    // 2^f on [-1/2, 1/2], minimax in the relative error.
-    F p = V::fma(V::set1(9.5701019112e-3f), f, V::set1(5.5917860319e-2f));
-    p = V::fma(p, f, V::set1(2.4024744828e-1f));
-    p = V::fma(p, f, V::set1(6.9312181474e-1f));
-    p = V::fma(p, f, V::set1(9.9999926145e-1f));
-    return _mm512_scalef_ps(p, whole);
+    constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    const F f = _mm512_reduce_ps(x, kFloor);  // x - floor(x); 0 at -inf
+    // 2^f on [0, 1), minimax in the relative error.
+    F p = V::fma(V::set1(1.3534163764e-2f), f, V::set1(5.2011468590e-2f));
+    p = V::fma(p, f, V::set1(2.4144275218e-1f));
+    p = V::fma(p, f, V::set1(6.9300383534e-1f));
+    p = V::fma(p, f, V::set1(1.0000025933f));
+    return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
   }
 
   WIM_INLINE static void put_weights(F a, F b, BFloat16* weights, F (&total)[2]) {
