@@ -89,8 +89,11 @@ class Inputs:
         """Keys and values of a sequence in one piece, ``[1, num_kv_heads, length, head_dim]``."""
         length = int(self.seqused_k[sequence])
         pages = self.table[sequence, : -(-length // PAGE)].long()
-        keys, values = (c[pages].flatten(0, 1)[:length] for c in (self.k_cache, self.v_cache))
-        return tuple(c.transpose(0, 1).contiguous()[None] for c in (keys, values))  # type: ignore[return-value]
+        keys, values = (
+            c[pages].flatten(0, 1)[:length].transpose(0, 1).contiguous()[None]
+            for c in (self.k_cache, self.v_cache)
+        )
+        return keys, values
 
 
 def ours(inputs: Inputs, plan: AttentionPlan | None = None) -> Call:

@@ -14,7 +14,7 @@
 namespace wim {
 
 constexpr int32_t kCellKeys = 512;
-constexpr int32_t kBlockKeys = 64;  // softmax steps inside a cell, also on the absolute grid
+constexpr int32_t kBlockKeys = 64;  // what kernels pack and skip as a whole, on the same grid
 constexpr int64_t kPlanMagic = 0x6e616c706d6977;  // "wimplan"
 constexpr int64_t kPlanVersion = 1;
 

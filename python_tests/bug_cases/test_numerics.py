@@ -164,7 +164,9 @@ def test_bc08_bottom_right(q, kv, dtype):
     torch.testing.assert_close(
         out.double(), (own / seen)[:, None, None].expand_as(out), rtol=tolerance, atol=0
     )
-    torch.testing.assert_close(lse.double(), seen.log().expand_as(lse), rtol=1e-6, atol=1e-6)
+    # One key more or less in 65 changes the lse by 1.5e-2.
+    right = seen.log().expand_as(lse)
+    torch.testing.assert_close(lse.double(), right, rtol=LSE_RELATIVE, atol=LSE_RELATIVE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
