@@ -2,10 +2,10 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 
-#include "cpu/shell_amx.h"
+#include "cpu/tile_kernel.h"
 
 namespace wim::cpu {
 
-const AttentionKernel amx_kernel = PairKernel<AmxShell>::table;
+const AttentionKernel amx_kernel = PairKernel<tile_scratch_bytes, run_tile_item>::table;
 
 }  // namespace wim::cpu

@@ -6,6 +6,7 @@
 
 namespace wim::cpu {
 
-const AttentionKernel avx512_bf16_kernel = PairKernel<PairShell>::table;
+const AttentionKernel avx512_bf16_kernel =
+    PairKernel<scratch_bytes<PairShell>, run_item<PairShell>>::table;
 
 }  // namespace wim::cpu

@@ -1,6 +1,6 @@
 // Attention of one work item: some query rows of one KV head against a run of keys. The one
 // algorithm of all instruction sets and dtypes; a Shell supplies the operands' layout and the two
-// products (shell_vector.h, shell_pairs.h, shell_amx.h). See plan_layout.h for the order of the
+// products (shell_vector.h, shell_pairs.h). See plan_layout.h for the order of the
 // arithmetic.
 //
 // Keys are taken in strips of Shell::kStrip on the absolute grid. A strip is packed once and then
@@ -10,6 +10,7 @@
 #include "cpu/attention_output.h"
 #include "cpu/attention_work.h"
 #include "cpu/pack.h"
+#include "cpu/scoring.h"
 #include "cpu/scratch.h"
 #include "cpu/softmax.h"
 
@@ -36,11 +37,10 @@ class ItemKernel {
         depth_(Shell::depth(params_.query.dim)),
         v_dim_(padded<V>(params_.out.dim)),
         count_((item_.row_end - item_.row_begin) * work.group),
-        s_(memory, work.max_item_rows * work.group, depth_, v_dim_),
-        session_(s_.products) {}
+        scoring_(params_, kv_head),
+        s_(memory, work.max_item_rows * work.group, depth_, v_dim_) {}
 
   void run() {
-    set_scale();
     pack_rows();
     for (int64_t cell = item_.key_begin / kCellKeys; cell * kCellKeys < item_.key_end; ++cell) {
       const int64_t begin = cell * kCellKeys, end = begin + kCellKeys;
@@ -61,18 +61,6 @@ class ItemKernel {
     return {s_.maximum[which] + row, s_.sum[which] + row, s_.out[which] + row * v_dim_};
   }
 
-  // Raw products q . k times scale_ are scores in base 2, or what apply_rule makes into such. The
-  // softmax takes the maximum of the raw ones, so scale_ must be positive: a sign goes into q.
-  void set_scale() {
-    float scale = params_.softmax_scale;
-    if (params_.k_scale.data != nullptr)
-      scale *= params_.k_scale.data[kv_head_ * params_.k_scale.stride];
-    query_sign_ = scale > 0.0f ? 1.0f : scale < 0.0f ? -1.0f : scale;  // 0 stays 0, NaN stays NaN
-    scale_ = scale > 0.0f ? scale : scale < 0.0f ? -scale : 1.0f;
-    if (params_.softcap == 0.0f) scale_ *= kLog2E;
-    has_rule_ = params_.softcap != 0.0f || params_.alibi_slopes != nullptr;
-  }
-
   void pack_rows() {
     for (int64_t row = 0; row < count_; ++row) {
       const PlanRow& source = plan_row(row);
@@ -80,7 +68,7 @@ class ItemKernel {
       const T* q = static_cast<const T*>(params_.query.data) +
                    source.token * params_.query.row_stride +
                    head_of(row) * params_.query.head_stride;
-      Shell::pack_query(q, params_.query.dim, query_sign_, s_.query + row * depth_);
+      Shell::pack_query(q, params_.query.dim, scoring_.query_sign, s_.query + row * depth_);
     }
   }
 
@@ -167,15 +155,19 @@ class ItemKernel {
     for (int64_t m = 0; m < count; ++m) {
       const int64_t row = rows[m];
       float* scores = s_.scores + m * kStrip;
-      if (has_rule_) apply_rule<V>(rule(row, strip), begin, end, scores);
+      if (scoring_.has_rule) {
+        const PlanToken& token = work_.tokens[plan_row(row).token];
+        apply_rule<V>(scoring_, alibi_slope(params_, token.sequence, head_of(row)),
+                      static_cast<float>(token.position - strip), begin, end, scores);
+      }
       low[m] = s_.low[row] > strip ? s_.low[row] - strip : 0;
       high[m] = s_.high[row] < strip + kStrip ? s_.high[row] - strip : kStrip;
       if (low[m] > begin || high[m] < end) mask_scores<V>(low[m], high[m], begin, end, scores);
       weights[m] = reinterpret_cast<const Operand*>(scores);  // take the place of the scores
       maximum[m] = kWholeCells ? kMinusInfinity : s_.maximum[kCell][row];
       sum[m] = kWholeCells ? 0.0f : s_.sum[kCell][row];
-      alpha[m] =
-          softmax_step<Shell>(scores, begin, end, has_rule_ ? 1.0f : scale_, maximum + m, sum + m);
+      alpha[m] = softmax_step<Shell>(scores, begin, end, scoring_.has_rule ? 1.0f : scoring_.scale,
+                                     maximum + m, sum + m);
     }
     Shell::output(weights, count, s_.values, v_dim_, begin, end, s_.sums, s_.products);
     for (int64_t m = 0; m < count; ++m) {
@@ -201,19 +193,6 @@ class ItemKernel {
       V::store(cell.out + d, V::fma(V::load(cell.out + d), factor, V::load(sums + d)));
   }
 
-  ScoreRule rule(int64_t row, int64_t strip) const {
-    ScoreRule result;
-    result.scale = scale_;
-    result.softcap = params_.softcap;
-    if (params_.alibi_slopes != nullptr) {
-      const PlanToken& token = work_.tokens[plan_row(row).token];
-      result.alibi_slope =
-          kLog2E * params_.alibi_slopes[token.sequence * params_.alibi_batch_stride + head_of(row)];
-      result.distance = static_cast<float>(token.position - strip);
-    }
-    return result;
-  }
-
   void finish(int64_t row) {
     const PlanRow& target = plan_row(row);
     if (target.slot < 0) {
@@ -229,10 +208,8 @@ class ItemKernel {
   const PlanRow* rows_;
   const int32_t* pages_;
   const int64_t kv_head_, depth_, v_dim_, count_;
+  const Scoring scoring_;
   const Scratch<Shell> s_;
-  const typename Shell::Session session_;
-  float query_sign_ = 1.0f, scale_ = 1.0f;
-  bool has_rule_ = false;
   bool values_are_finite_ = true;  // of the current strip, hidden keys included
 };
 

@@ -25,11 +25,6 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// What a shell holds for an item that needs nothing beside memory.
-struct NoSession {
-  WIM_INLINE explicit NoSession(char*) {}
-};
-
 // Per packed row: its keys, its query, the state of the current cell and the fold of the cells
 // before. Per strip: its keys and values as the products want them. Per tile: the rest.
 template <class Shell>

@@ -117,7 +117,6 @@ struct PairLayout {
     }
   }
 
- private:
   // 16 pairs of a key from dimension d on, zeros from dim on.
   WIM_INLINE static F load_pairs(const BFloat16* key, int64_t d, int64_t dim) {
     const int64_t left = dim - d;
@@ -142,7 +141,6 @@ struct PairLayout {
 
 // Products by vdpbf16ps: each output element is one chain of it in the order of the pairs.
 struct PairShell : PairLayout<2> {
-  using Session = NoSession;
   static constexpr int64_t kTile = 6;
   static constexpr int64_t kStrip = 512;
 
@@ -221,16 +219,15 @@ struct PairShell : PairLayout<2> {
 
 // What an instruction set with pairs leaves to plain AVX-512: other dtypes, and all that is not
 // worth a second copy.
-template <class Shell>
+template <auto kScratchBytes, auto kRunItem>
 struct PairKernel {
   static int64_t scratch_bytes(const AttentionWork& work) {
-    return work.params.dtype == DType::kBFloat16 ? cpu::scratch_bytes<Shell>(work)
+    return work.params.dtype == DType::kBFloat16 ? kScratchBytes(work)
                                                  : avx512_kernel.scratch_bytes(work);
   }
   static void run_item(const AttentionWork& work, int64_t item, int64_t kv_head, char* scratch) {
-    if (work.params.dtype == DType::kBFloat16)
-      return cpu::run_item<Shell>(work, item, kv_head, scratch);
-    avx512_kernel.run_item(work, item, kv_head, scratch);
+    const auto run = work.params.dtype == DType::kBFloat16 ? kRunItem : avx512_kernel.run_item;
+    run(work, item, kv_head, scratch);
   }
   static void run_combine(const AttentionWork& work, int64_t index, char* scratch) {
     avx512_kernel.run_combine(work, index, scratch);

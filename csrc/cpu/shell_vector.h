@@ -14,7 +14,6 @@ struct VectorShell {
   using F = typename V::F;
   using Element = T;
   using Operand = float;
-  using Session = NoSession;
   static constexpr int64_t kTile = 6;
   // Packed float32 keys and values of head_dim 64 take half of a 256 KB cache.
   static constexpr int64_t kStrip = 256;

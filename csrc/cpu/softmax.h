@@ -8,6 +8,7 @@
 
 #include "cpu/inline.h"
 #include "cpu/math.h"
+#include "cpu/scoring.h"
 
 namespace wim::cpu {
 
@@ -18,25 +19,19 @@ constexpr float kMinusInfinity = -__builtin_inff();
 WIM_INLINE float finite_pivot(float maximum) { return maximum == kMinusInfinity ? 0.0f : maximum; }
 WIM_INLINE float larger(float a, float b) { return b > a ? b : a; }
 
-// What becomes of a raw product q . k before the softmax: a score in base 2.
-struct ScoreRule {
-  float scale = 1.0f;
-  float softcap = 0.0f;      // 0: none
-  float alibi_slope = 0.0f;  // in base 2
-  float distance = 0.0f;     // from the strip's first key to the row's position
-};
-
 // The following work on keys [begin, end) of a strip, whole vectors.
+
+// Scores with softcap or ALiBi; `slope` in base 2, `distance` from the strip's first key to the
+// row's position.
 template <class V>
-WIM_INLINE void apply_rule(const ScoreRule& rule, int64_t begin, int64_t end, float* scores) {
+WIM_INLINE void apply_rule(const Scoring& scoring, float slope, float distance, int64_t begin,
+                           int64_t end, float* scores) {
   using F = typename V::F;
-  const F scale = V::set1(rule.softcap != 0.0f ? rule.scale / rule.softcap : rule.scale);
   for (int64_t j = begin; j < end; j += V::kLanes) {
-    F s = V::mul(V::load(scores + j), scale);
-    if (rule.softcap != 0.0f) s = V::mul(tanh<V>(s), V::set1(rule.softcap * kLog2E));
-    if (rule.alibi_slope != 0.0f) {
+    F s = scoring.capped<V>(V::load(scores + j));
+    if (slope != 0.0f) {
       const F key = V::add(V::iota(), V::set1(static_cast<float>(j)));
-      s = V::fma(V::set1(-rule.alibi_slope), V::abs(V::sub(V::set1(rule.distance), key)), s);
+      s = V::fma(V::set1(-slope), V::abs(V::sub(V::set1(distance), key)), s);
     }
     V::store(scores + j, s);
   }
