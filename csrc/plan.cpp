@@ -10,7 +10,9 @@ namespace {
 
 // Packed rows (token x query head of the group) that one item aims at: each strip of keys is packed
 // once an item. From kChunkRows on a sequence's rows make items of their own.
-constexpr int64_t kTileRows = 512, kChunkRows = 64;
+constexpr int64_t kTileRows = 1024, kChunkRows = 64;
+// In thousandths, see imbalance_permille.
+constexpr int64_t kGoodBalance = 1100;
 
 class Planner {
  public:
@@ -71,16 +73,18 @@ void Planner::read_rows() {
   }
 }
 
-// Many rows: consecutive tokens share a tile that covers all their keys.
+// Many rows: consecutive tokens share a tile that covers all their keys. Tiles are equally large,
+// so that threads get equal shares.
 void Planner::tile_chunk(int64_t b) {
-  DraftItem item(b);
-  for (int64_t token = batch_.cu_seqlens_q[b]; token < batch_.cu_seqlens_q[b + 1]; ++token) {
-    const KeyRange keys = draft_.visible[token];
-    if (!keys.empty()) item.add_row(token, keys.low, keys.high);
-    const bool last = token + 1 == batch_.cu_seqlens_q[b + 1];
-    if (item.rows.empty() || (!last && item.num_rows() < tile_tokens_)) continue;
-    draft_.items.push_back(std::move(item));
-    item = DraftItem(b);
+  const int64_t begin = batch_.cu_seqlens_q[b], rows = batch_.rows(b);
+  const int64_t tiles = (rows + tile_tokens_ - 1) / tile_tokens_;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    DraftItem item(b);
+    for (int64_t i = tile * rows / tiles; i < (tile + 1) * rows / tiles; ++i) {
+      const KeyRange keys = draft_.visible[begin + i];
+      if (!keys.empty()) item.add_row(begin + i, keys.low, keys.high);
+    }
+    if (!item.rows.empty()) draft_.items.push_back(std::move(item));
   }
 }
 
@@ -170,31 +174,26 @@ void Planner::share_cell(std::vector<Piece>* pieces) {
   }
 }
 
-// Too few tasks to keep the threads busy: the longest tiles are cut into cells.
+// While some threads would wait for others, the longest tile is cut into cells. An item reads and
+// packs its keys by itself, so a few large ones are better than many.
 void Planner::split_for_threads() {
-  const int64_t wanted = draft_.num_threads > 1 ? 4 * draft_.num_threads : 1;
-  std::vector<DraftItem> whole = std::move(draft_.items);
-  draft_.items.clear();
-  std::sort(whole.begin(), whole.end(), [](const DraftItem& a, const DraftItem& b) {
-    return int64_t{a.key_end} - a.key_begin > int64_t{b.key_end} - b.key_begin;
-  });
-  for (size_t i = 0; i < whole.size(); ++i) {
-    const int64_t tasks =
-        static_cast<int64_t>(draft_.items.size() + whole.size() - i) * batch_.num_kv_heads;
-    if (tasks >= wanted || whole[i].single_cell()) {
-      draft_.items.push_back(std::move(whole[i]));
-      continue;
-    }
-    for (int64_t cell = whole[i].key_begin / kCellKeys; cell * kCellKeys < whole[i].key_end;
-         ++cell) {
-      DraftItem part(whole[i].sequence);
-      for (const PlanRow& row : whole[i].rows) {
+  sort_items(batch_, &draft_);
+  while (imbalance_permille(batch_, draft_) > kGoodBalance) {
+    const auto longest = std::find_if_not(draft_.items.begin(), draft_.items.end(),
+                                          [](const DraftItem& item) { return item.single_cell(); });
+    if (longest == draft_.items.end()) return;
+    const DraftItem whole = std::move(*longest);
+    draft_.items.erase(longest);
+    for (int64_t cell = whole.key_begin / kCellKeys; cell * kCellKeys < whole.key_end; ++cell) {
+      DraftItem part(whole.sequence);
+      for (const PlanRow& row : whole.rows) {
         const int64_t low = std::max<int64_t>(row.low, cell * kCellKeys);
         const int64_t high = std::min<int64_t>(row.high, (cell + 1) * kCellKeys);
         if (low < high) part.add_row(row.token, low, high);
       }
       if (!part.rows.empty()) draft_.items.push_back(std::move(part));
     }
+    sort_items(batch_, &draft_);
   }
 }
 

@@ -34,7 +34,14 @@ struct PlanDraft {
   std::vector<PlanCombine> combines;
 };
 
-// Sorts the items longest first and adds the header with its report.
+// Longest first.
+void sort_items(const BatchShape& batch, PlanDraft* draft);
+
+// Largest load of a thread over the average load, in thousandths, when idle threads take the next
+// task; an item is one task per KV head.
+int64_t imbalance_permille(const BatchShape& batch, const PlanDraft& draft);
+
+// Sorts the items and adds the header with its report.
 std::vector<int32_t> write_plan(const BatchShape& batch, PlanDraft draft);
 
 }  // namespace wim

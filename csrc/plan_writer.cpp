@@ -32,21 +32,6 @@ int64_t pages_without_sharing(const DraftItem& item, const PlanDraft& draft, int
   return pages;
 }
 
-// Largest load of a thread over the average load, in thousandths, when idle threads take the next
-// task; an item is one task per KV head.
-int64_t imbalance_permille(const BatchShape& batch, const PlanDraft& draft) {
-  std::vector<int64_t> load(draft.num_threads, 0);
-  for (const DraftItem& item : draft.items) {
-    const int64_t item_cost = cost(item, batch.group());
-    for (int64_t head = 0; head < batch.num_kv_heads; ++head) {
-      *std::min_element(load.begin(), load.end()) += item_cost;
-    }
-  }
-  const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
-  if (total == 0) return 1000;
-  return *std::max_element(load.begin(), load.end()) * 1000 * draft.num_threads / total;
-}
-
 class PlanWriter {
  public:
   PlanWriter() : ints_(kPlanHeaderInts, 0) {}
@@ -137,10 +122,27 @@ int64_t plan_checksum(const int32_t* plan, int64_t ints) {
   return static_cast<int64_t>(sum);
 }
 
-std::vector<int32_t> write_plan(const BatchShape& batch, PlanDraft draft) {
-  std::stable_sort(draft.items.begin(), draft.items.end(), [&](const auto& a, const auto& b) {
+int64_t imbalance_permille(const BatchShape& batch, const PlanDraft& draft) {
+  std::vector<int64_t> load(draft.num_threads, 0);
+  for (const DraftItem& item : draft.items) {
+    const int64_t item_cost = cost(item, batch.group());
+    for (int64_t head = 0; head < batch.num_kv_heads; ++head) {
+      *std::min_element(load.begin(), load.end()) += item_cost;
+    }
+  }
+  const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
+  if (total == 0) return 1000;
+  return *std::max_element(load.begin(), load.end()) * 1000 * draft.num_threads / total;
+}
+
+void sort_items(const BatchShape& batch, PlanDraft* draft) {
+  std::stable_sort(draft->items.begin(), draft->items.end(), [&](const auto& a, const auto& b) {
     return cost(a, batch.group()) > cost(b, batch.group());
   });
+}
+
+std::vector<int32_t> write_plan(const BatchShape& batch, PlanDraft draft) {
+  sort_items(batch, &draft);
   PlanWriter writer;
   write_arguments(batch, draft.num_threads, &writer);
   writer.append(PlanField::token_offset, draft.tokens.data(), batch.total_q());

@@ -16,6 +16,7 @@ struct TileSource {
 
 constexpr int64_t kTileKeys = 16;   // keys of one tile of K
 constexpr int64_t kGroupKeys = 32;  // keys of one tile of V
+constexpr int64_t kBlockTiles = kBlockKeys / kTileKeys, kBlockGroups = kBlockKeys / kGroupKeys;
 using TileLayout = PairLayout<32>;
 
 // [16 keys][depth]. A tile needs whole rows of the product's inner length, and one page.
@@ -26,14 +27,6 @@ WIM_INLINE bool keys_lie_ready(const CacheView& cache, int64_t depth) {
 WIM_INLINE bool values_lie_ready(const CacheView& cache, int64_t v_dim) {
   return cache.slot_stride == 1 && cache.dim_stride != 1 && cache.dim == v_dim &&
          cache.page_size % kGroupKeys == 0;
-}
-
-// Where `key` and those after it on its page lie.
-WIM_INLINE const BFloat16* key_in_page(const CacheView& cache, const int32_t* pages, int64_t head,
-                                       int64_t key) {
-  const int64_t page = key / cache.page_size, offset = key - page * cache.page_size;
-  return static_cast<const BFloat16*>(cache.data) + int64_t{pages[page]} * cache.page_stride +
-         offset * cache.slot_stride + head * cache.head_stride;
 }
 
 // to [16 keys][depth]; zeros for keys without a slot and from dim up to depth.
