@@ -95,7 +95,7 @@ def check_plan(plan: AttentionPlan, batch: Batch) -> PlanArrays:
     pieces: dict[int, list[Row]] = defaultdict(list)
     visible = batch.visible()
     own_pages = _pages_used(visible, len(batch.rows), batch.page_size)
-    tile_tokens = max(1, 512 * batch.num_kv_heads // batch.num_heads)
+    tile_tokens = max(1, 1024 * batch.num_kv_heads // batch.num_heads)
     pages_read = pages_alone = 0
     for item in arrays.items:
         rows = arrays.rows_of(item)

@@ -135,6 +135,15 @@ def test_physical_layouts() -> None:
 def test_default_layouts() -> None:
     assert make_cache().layout == "HND"
     assert make_cache(device="meta").layout == "NHD"
+    bf16 = {"dtype": torch.bfloat16}
+    for options, slot_stride in (
+        ({}, 16),  # V's of float32: a head's slots follow each other
+        (bf16, 1),
+        ({**bf16, "layout": "HND"}, 16),
+        ({**bf16, "v_transposed": False}, 16),
+        ({"v_transposed": True}, 1),
+    ):
+        assert make_cache(**options).layer(0)[1].stride(1) == slot_stride, options
     assert make_cache(device="meta").layer(0)[0].device.type == "meta"
 
 

@@ -74,8 +74,9 @@ class PagedKVCache:
         Physical order within a page: head, slot, dim or slot, head, dim. Default: HND on a CPU, NHD
         elsewhere. The views handed out are [num_pages, page_size, num_kv_heads, head_dim] in any
         case.
-    v_transposed : bool
-        Store V as head, dim, slot within a page.
+    v_transposed : bool, optional
+        Store V as head, dim, slot within a page. Default: where no `layout` is given, bfloat16
+        layers on a CPU.
 
     Notes
     -----
@@ -114,7 +115,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         layout: str | None = None,
-        v_transposed: bool = False,
+        v_transposed: bool | None = None,
     ) -> None:
         num_pages, page_size = as_int64(num_pages, "num_pages"), as_int64(page_size, "page_size")
         num_layers = as_int64(num_layers, "num_layers")

@@ -9,40 +9,6 @@
 namespace wim::cpu {
 namespace {
 
-// Element is an unsigned integer of the right width: appending moves bits, whatever they mean.
-template <class Element>
-void append_rows(const RowsView& rows, const CacheView& cache, const int64_t* slots, int64_t begin,
-                 int64_t end) {
-  const auto* source = static_cast<const Element*>(rows.data);
-  auto* target = static_cast<Element*>(cache.data);
-  for (int64_t token = begin; token < end; ++token) {
-    if (slots[token] < 0) continue;
-    const int64_t page = slots[token] / cache.page_size, offset = slots[token] % cache.page_size;
-    for (int64_t head = 0; head < rows.heads; ++head) {
-      const Element* from = source + token * rows.row_stride + head * rows.head_stride;
-      Element* to =
-          target + page * cache.page_stride + offset * cache.slot_stride + head * cache.head_stride;
-      if (cache.dim_stride == 1) {
-        std::memcpy(to, from, rows.dim * sizeof(Element));
-      } else {
-        for (int64_t d = 0; d < rows.dim; ++d) to[d * cache.dim_stride] = from[d];
-      }
-    }
-  }
-}
-
-template <class Element>
-void append_both(const AppendKvParams& params, const Context& context) {
-  const int64_t token_bytes =
-      params.key.heads * (params.key.dim + params.value.dim) * int64_t{sizeof(Element)};
-  const int64_t grain =
-      1 + (64 << 10) / (token_bytes + 1);  // under ~64 KB a second thread costs more than it saves
-  for_ranges(context, params.key.rows, grain, [&](int64_t begin, int64_t end) {
-    append_rows<Element>(params.key, params.k_cache, params.slots, begin, end);
-    append_rows<Element>(params.value, params.v_cache, params.slots, begin, end);
-  });
-}
-
 // Recursion over the dimensions; the innermost one is a memcpy where it is contiguous.
 void copy_block(const PageShape& shape, int dim, const char* from, char* to) {
   if (dim == shape.dims) {
@@ -97,14 +63,6 @@ void merge_all(const MergeStatesParams& params, const Context& context) {
 }
 
 }  // namespace
-
-void append_kv(const AppendKvParams& params, const Context& context) {
-  if (element_size(params.dtype) == 4) {
-    append_both<uint32_t>(params, context);
-  } else {
-    append_both<uint16_t>(params, context);
-  }
-}
 
 void copy_pages(const std::vector<PageShape>& caches, const int64_t* src, const int64_t* dst,
                 int64_t count, const Context& context) {

@@ -42,11 +42,9 @@ class BlockSoftmax {
     }
   }
 
-  // A pivot is a score near which the weights lie, not always the largest: it moves only when a
-  // score exceeds it by more than kSlack, so that outputs are seldom rescaled. Returns the pivot,
-  // 0 where it is -inf.
+  // The pivot is the largest score so far: its weight, exactly 1, needs no rounding. Returns the
+  // pivot, 0 where it is -inf.
   WIM_INLINE static F move_pivot(const Lanes& lanes, F factor, int64_t v_dim, const float* scores) {
-    constexpr float kSlack = 8.0f;
     F largest[4];
     for (int i = 0; i < 4; ++i) largest[i] = V::load(scores + i * V::kLanes);
     for (int64_t j = 4; j < kBlockKeys; j += 4) {
@@ -57,7 +55,7 @@ class BlockSoftmax {
         V::mul(V::max(V::max(largest[0], largest[1]), V::max(largest[2], largest[3])), factor);
     const F infinity = V::set1(kMinusInfinity);
     F pivot = V::load(lanes.pivot);
-    const __mmask16 moves = V::less(V::add(pivot, V::set1(kSlack)), top);
+    const __mmask16 moves = V::less(pivot, top);
     if (moves != 0) {
       const F now = V::select(moves, top, pivot);
       const __mmask16 had_keys = V::less(infinity, pivot);
