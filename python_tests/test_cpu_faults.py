@@ -34,7 +34,7 @@ class Place:
     wrong: dict[str, str]
 
 
-KERNEL, SOFTMAX = "attention_kernel.h", "softmax.h"
+KERNEL, SOFTMAX, SCORING = "attention_kernel.h", "softmax.h", "scoring.h"
 PLACES = [
     Place(KERNEL, "s_.high[row] = @,", "source.high", {
         "the last key is dropped": "source.high - 1", "one key too many": "source.high + 1"}),
@@ -48,18 +48,17 @@ PLACES = [
         "heads interleaved": "row % work_.group * params_.k_cache.heads + kv_head_"}),
     Place(SOFTMAX, "*sum = *sum * @ +", "alpha", {"the sum is not rescaled": "1.0f"}),
     Place(KERNEL, "V::set1(@)", "alpha", {"the output is not rescaled": "1.0f"}),
-    Place(KERNEL, "float scale = @;", "params_.softmax_scale", {
-        "scaled twice": "params_.softmax_scale * params_.softmax_scale"}),
+    Place(SCORING, "float signed_scale = @;", "params.softmax_scale", {
+        "scaled twice": "params.softmax_scale * params.softmax_scale"}),
     Place(KERNEL, "if (@) mask_scores", "low[m] > begin || high[m] < end", {
         "nothing is masked": "false"}),
     Place(KERNEL, "if (@ &&", "!values_are_finite_", {"hidden values count": "false"}),
     Place(SOFTMAX, "*next.sum * @;", "new_factor", {"a fold forgets a factor": "1.0f"}),
-    Place(KERNEL, "if (@)\n      scale *=", "params_.k_scale.data != nullptr", {
+    Place(SCORING, "if (@)\n      signed_scale *=", "params.k_scale.data != nullptr", {
         "k_scale is forgotten": "false"}),
-    Place(KERNEL, "static_cast<float>(@);", "token.position - strip", {
+    Place(KERNEL, "static_cast<float>(@),", "token.position - strip", {
         "ALiBi from the next token": "token.position + 1 - strip"}),
-    Place(SOFTMAX, "V::set1(@));\n    if (rule.alibi", "rule.softcap * kLog2E", {
-        "softcap in base e": "rule.softcap"}),
+    Place(SCORING, "V::set1(@));", "softcap * kLog2E", {"softcap in base e": "softcap"}),
 ]  # fmt: skip
 FAULTS = [name for place in PLACES for name in place.wrong]
 

@@ -2,10 +2,10 @@
 
 Logically every tensor is ``[num_pages, page_size, num_kv_heads, head_dim]``. On a CPU a page is
 stored head by head ("HND"), so that a kernel working on one head streams through ``page_size *
-head_dim`` contiguous numbers; bfloat16 values are transposed within the page, as AMX tiles want
-them (decoding is a third faster for it, while float32 loses a tenth); and a layer is one private mapping that may use huge pages: attention
-reads the whole pool at every step, and with 4 KB pages address translation would cost a third of
-that.
+head_dim`` contiguous numbers. bfloat16 values are transposed within the page, as AMX tiles want
+them: decoding is a third faster for it, while float32 would lose a tenth. A layer is one private
+mapping that may use huge pages: attention reads the whole pool at every step, and with 4 KB pages
+address translation would cost a third of that.
 """
 
 from __future__ import annotations
