@@ -74,9 +74,9 @@ class Columns {
     return true;
   }
 
-  void end_cell(int64_t begin, int64_t end) {
+  void end_cell() {
     for (int64_t column = 0; column < count(); ++column) {
-      if (visited_[column]) fold(column, begin, end);
+      if (visited_[column]) fold(column);
     }
   }
 
@@ -140,28 +140,21 @@ class Columns {
     }
   }
 
-  // fold_state of each lane that sees a key of [begin, end); the others have met values that are
-  // none of theirs.
-  void fold(int64_t column, int64_t begin, int64_t end) {
+  // fold_state of each lane. For one that sees no key of the cell it changes nothing.
+  void fold(int64_t column) {
     const int64_t at = column * kLanes;
-    const __mmask16 seen =
-        _mm512_cmplt_epi32_mask(_mm512_load_si512(low_ + at), _mm512_set1_epi32(int32_t(end))) &
-        _mm512_cmpgt_epi32_mask(_mm512_load_si512(high_ + at), _mm512_set1_epi32(int32_t(begin)));
-    const V::F minus_infinity = V::set1(kMinusInfinity), old = V::load(fold_.maximum + at);
-    const V::F next = V::select(seen, V::load(cell_.maximum + at), minus_infinity);
+    const V::F old = V::load(fold_.maximum + at), next = V::load(cell_.maximum + at);
     const V::F now = V::max(next, old);
-    const __mmask16 none = _mm512_cmp_ps_mask(now, minus_infinity, _CMP_EQ_OQ);
+    const __mmask16 none = _mm512_cmp_ps_mask(now, V::set1(kMinusInfinity), _CMP_EQ_OQ);
     const V::F pivot = V::select(none, V::zero(), now);
     const V::F old_factor = exp2<V>(V::sub(old, pivot)), new_factor = exp2<V>(V::sub(next, pivot));
-    const V::F added = V::mul(_mm512_maskz_loadu_ps(seen, cell_.sum + at), new_factor);
+    const V::F added = V::mul(V::load(cell_.sum + at), new_factor);
     V::store(fold_.maximum + at, now);
     V::store(fold_.sum + at, V::add(V::mul(V::load(fold_.sum + at), old_factor), added));
     const float* from = cell_.out + at * v_dim_;
     float* to = fold_.out + at * v_dim_;
-    for (int64_t d = 0; d < v_dim_; ++d, from += kLanes, to += kLanes) {
-      const V::F more = V::mul(_mm512_maskz_loadu_ps(seen, from), new_factor);
-      V::store(to, V::fma(V::load(to), old_factor, more));
-    }
+    for (int64_t d = 0; d < v_dim_; ++d, from += kLanes, to += kLanes)
+      V::store(to, V::fma(V::load(to), old_factor, V::mul(V::load(from), new_factor)));
   }
 
   void finish_row(int64_t row, float* out) const {

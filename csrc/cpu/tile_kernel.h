@@ -47,7 +47,7 @@ class TileKernel {
       for (int64_t block = begin; block < end; block += kBlockKeys) {
         if (block < item_.key_end && block + kBlockKeys > item_.key_begin) run_block(block);
       }
-      columns_.end_cell(begin, end);
+      columns_.end_cell();
     }
     columns_.finish();
     tiles::release();
