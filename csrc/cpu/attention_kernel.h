@@ -151,7 +151,7 @@ class ItemKernel {
     float maximum[Shell::kTile], sum[Shell::kTile], alpha[Shell::kTile];
     int64_t low[Shell::kTile], high[Shell::kTile];  // visible keys of each row within the strip
     for (int64_t m = 0; m < count; ++m) query[m] = s_.query + rows[m] * depth_;
-    Shell::score(query, count, s_.keys, depth_, blocks.begin, blocks.end, s_.scores, s_.products);
+    Shell::score(query, count, s_.keys, depth_, blocks.begin, blocks.end, s_.scores);
     for (int64_t m = 0; m < count; ++m) {
       const int64_t row = rows[m];
       float* scores = s_.scores + m * kStrip;
@@ -169,13 +169,13 @@ class ItemKernel {
       alpha[m] = softmax_step<Shell>(scores, begin, end, scoring_.has_rule ? 1.0f : scoring_.scale,
                                      maximum + m, sum + m);
     }
-    Shell::output(weights, count, s_.values, v_dim_, begin, end, s_.sums, s_.products);
+    Shell::output(weights, count, s_.values, v_dim_, begin, end, s_.sums);
     for (int64_t m = 0; m < count; ++m) {
       float* sums = s_.sums + m * v_dim_;
       // A hidden key has weight 0, and 0 times a stale NaN is NaN: once more, without it.
       if (!values_are_finite_ && (low[m] > begin || high[m] < end)) {
         Shell::hide_values(s_.values, v_dim_, begin, end, low[m], high[m], s_.visible_values);
-        Shell::output(weights + m, 1, s_.visible_values, v_dim_, begin, end, sums, s_.products);
+        Shell::output(weights + m, 1, s_.visible_values, v_dim_, begin, end, sums);
       }
       if (kWholeCells) {
         fold_cell({maximum + m, sum + m, sums}, rows[m]);

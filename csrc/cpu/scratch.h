@@ -43,7 +43,6 @@ struct Scratch {
     visible_values = arena.take<Operand>(Shell::kStrip * v_dim);
     scores = arena.take<float>(Shell::kTile * Shell::kStrip);
     sums = arena.take<float>(Shell::kTile * v_dim);
-    products = arena.take<char>(Shell::product_bytes(depth, v_dim));
     for (int which = 0; which < 2; ++which) {
       maximum[which] = arena.take<float>(rows), sum[which] = arena.take<float>(rows);
       out[which] = arena.take<float>(rows * v_dim);
@@ -54,7 +53,6 @@ struct Scratch {
   const void** slot;
   Operand *query, *keys, *values, *visible_values;
   float *scores, *sums;
-  char* products;                       // what the shell's products need
   float *maximum[2], *sum[2], *out[2];  // [kCell], [kFold]
 };
 enum { kCell = 0, kFold = 1 };

@@ -144,10 +144,8 @@ struct PairShell : PairLayout<2> {
   static constexpr int64_t kTile = 6;
   static constexpr int64_t kStrip = 512;
 
-  WIM_INLINE static int64_t product_bytes(int64_t, int64_t) { return 0; }
-
   WIM_INLINE static void score(const BFloat16* const* query, int64_t count, const BFloat16* keys,
-                               int64_t depth, int64_t begin, int64_t end, float* scores, char*) {
+                               int64_t depth, int64_t begin, int64_t end, float* scores) {
     for (int64_t b = begin; b < end; ++b) {
       product(query, count, keys + b * kBlockKeys * depth, kBlockKeys, depth / 2, kBlockKeys,
               scores + b * kBlockKeys, kStrip);
@@ -156,7 +154,7 @@ struct PairShell : PairLayout<2> {
 
   WIM_INLINE static void output(const BFloat16* const* weights, int64_t count,
                                 const BFloat16* values, int64_t v_dim, int64_t begin, int64_t end,
-                                float* sums, char*) {
+                                float* sums) {
     const BFloat16* shifted[kTile];
     for (int64_t m = 0; m < count; ++m) shifted[m] = weights[m] + begin;
     product(shifted, count, values + begin * v_dim, v_dim, (end - begin) / 2, v_dim, sums, v_dim);

@@ -47,7 +47,7 @@ struct VectorShell {
 
   // scores[m][j] = q[m] . k[j] for the keys j of blocks [begin, end)
   WIM_INLINE static void score(const float* const* query, int64_t count, const float* keys,
-                               int64_t depth, int64_t begin, int64_t end, float* scores, char*) {
+                               int64_t depth, int64_t begin, int64_t end, float* scores) {
     for (int64_t b = begin; b < end; ++b) {
       product(query, count, keys + b * kBlockKeys * depth, kBlockKeys, depth, kBlockKeys,
               scores + b * kBlockKeys, kStrip);
@@ -56,7 +56,7 @@ struct VectorShell {
 
   // sums[m] = sum over keys j of [begin, end) of weights[m][j] * v[j]
   WIM_INLINE static void output(const float* const* weights, int64_t count, const float* values,
-                                int64_t v_dim, int64_t begin, int64_t end, float* sums, char*) {
+                                int64_t v_dim, int64_t begin, int64_t end, float* sums) {
     const float* shifted[kTile];
     for (int64_t m = 0; m < count; ++m) shifted[m] = weights[m] + begin;
     product(shifted, count, values + begin * v_dim, v_dim, end - begin, v_dim, sums, v_dim);
