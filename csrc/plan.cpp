@@ -49,6 +49,7 @@ class Planner {
   int64_t common_keys(int64_t a, int64_t b, int64_t low, int64_t high) const;
   void add_rows(DraftItem* item, int64_t b, int64_t low, int64_t high) const;
   void share_cell(std::vector<Piece>* pieces);
+  void sort_items();
   void split_for_threads();
   void assign_slots();
   int64_t pages_of(int64_t low, int64_t high) const {
@@ -174,10 +175,16 @@ void Planner::share_cell(std::vector<Piece>* pieces) {
   }
 }
 
+void Planner::sort_items() {
+  std::stable_sort(draft_.items.begin(), draft_.items.end(), [&](const auto& a, const auto& b) {
+    return a.cost(batch_.group()) > b.cost(batch_.group());
+  });
+}
+
 // While some threads would wait for others, the longest tile is cut into cells. An item reads and
 // packs its keys by itself, so a few large ones are better than many.
 void Planner::split_for_threads() {
-  sort_items(batch_, &draft_);
+  sort_items();
   while (imbalance_permille(batch_, draft_) > kGoodBalance) {
     const auto longest = std::find_if_not(draft_.items.begin(), draft_.items.end(),
                                           [](const DraftItem& item) { return item.single_cell(); });
@@ -193,7 +200,7 @@ void Planner::split_for_threads() {
       }
       if (!part.rows.empty()) draft_.items.push_back(std::move(part));
     }
-    sort_items(batch_, &draft_);
+    sort_items();
   }
 }
 

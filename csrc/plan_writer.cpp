@@ -10,13 +10,6 @@ int64_t pages_of(int64_t low, int64_t high, int64_t page_size) {
   return (high - 1) / page_size - low / page_size + 1;
 }
 
-// In units of one key for one packed row; reading and packing a key costs about as much as 12 rows.
-int64_t cost(const DraftItem& item, int64_t group) {
-  int64_t keys = 0;
-  for (const PlanRow& row : item.rows) keys += row.high - row.low;
-  return keys * group + 12 * int64_t{item.key_end - item.key_begin};
-}
-
 // Pages that the item's sequences would read one by one.
 int64_t pages_without_sharing(const DraftItem& item, const PlanDraft& draft, int64_t page_size) {
   int64_t pages = 0;
@@ -125,7 +118,7 @@ int64_t plan_checksum(const int32_t* plan, int64_t ints) {
 int64_t imbalance_permille(const BatchShape& batch, const PlanDraft& draft) {
   std::vector<int64_t> load(draft.num_threads, 0);
   for (const DraftItem& item : draft.items) {
-    const int64_t item_cost = cost(item, batch.group());
+    const int64_t item_cost = item.cost(batch.group());
     for (int64_t head = 0; head < batch.num_kv_heads; ++head) {
       *std::min_element(load.begin(), load.end()) += item_cost;
     }
@@ -135,14 +128,7 @@ int64_t imbalance_permille(const BatchShape& batch, const PlanDraft& draft) {
   return *std::max_element(load.begin(), load.end()) * 1000 * draft.num_threads / total;
 }
 
-void sort_items(const BatchShape& batch, PlanDraft* draft) {
-  std::stable_sort(draft->items.begin(), draft->items.end(), [&](const auto& a, const auto& b) {
-    return cost(a, batch.group()) > cost(b, batch.group());
-  });
-}
-
-std::vector<int32_t> write_plan(const BatchShape& batch, PlanDraft draft) {
-  sort_items(batch, &draft);
+std::vector<int32_t> write_plan(const BatchShape& batch, const PlanDraft& draft) {
   PlanWriter writer;
   write_arguments(batch, draft.num_threads, &writer);
   writer.append(PlanField::token_offset, draft.tokens.data(), batch.total_q());

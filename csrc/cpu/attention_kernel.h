@@ -1,7 +1,7 @@
 // Attention of one work item: some query rows of one KV head against a run of keys. The one
-// algorithm of all instruction sets and dtypes; a Shell supplies the operands' layout and the two
-// products (shell_vector.h, shell_pairs.h). See plan_layout.h for the order of the
-// arithmetic.
+// algorithm of all vector instruction sets and dtypes (AMX tiles: tile_kernel.h); a Shell supplies
+// the operands' layout and the two products (shell_vector.h, shell_pairs.h). See plan_layout.h for
+// the order of the arithmetic.
 //
 // Keys are taken in strips of Shell::kStrip on the absolute grid. A strip is packed once and then
 // read by every tile of Shell::kTile rows: scores of the whole strip, one softmax step, outputs.

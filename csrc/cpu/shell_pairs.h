@@ -10,7 +10,7 @@
 
 namespace wim::cpu {
 
-// What the two shells share: layouts and the softmax's rounding to operands.
+// Layouts and the softmax's arithmetic. AMX tiles share exp2 and how queries and values are loaded.
 template <int64_t DepthMultiple>
 struct PairLayout {
   using V = Avx512;
@@ -117,13 +117,6 @@ struct PairLayout {
     }
   }
 
-  // 16 pairs of a key from dimension d on, zeros from dim on.
-  WIM_INLINE static F load_pairs(const BFloat16* key, int64_t d, int64_t dim) {
-    const int64_t left = dim - d;
-    const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, key + d));
-  }
-
   // 16 values of a key from dimension d on.
   WIM_INLINE static __m256i load_values(const CacheView& cache, const BFloat16* slot, int64_t d) {
     const int64_t left = cache.dim - d;
@@ -136,6 +129,14 @@ struct PairLayout {
     alignas(32) BFloat16 gathered[16] = {};
     for (int64_t j = 0; j < 16 && j < left; ++j) gathered[j] = slot[(d + j) * cache.dim_stride];
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(gathered));
+  }
+
+ private:
+  // 16 pairs of a key from dimension d on, zeros from dim on.
+  WIM_INLINE static F load_pairs(const BFloat16* key, int64_t d, int64_t dim) {
+    const int64_t left = dim - d;
+    const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, key + d));
   }
 };
 

@@ -11,6 +11,11 @@
 
 namespace wim::cpu {
 
+template <class T>
+WIM_INLINE void fill(T* to, int64_t count, T value) {
+  for (int64_t i = 0; i < count; ++i) to[i] = value;
+}
+
 class Columns {
   using V = Avx512;
   static constexpr int64_t kLanes = V::kLanes;
@@ -57,12 +62,12 @@ class Columns {
 
   void pack(float query_sign) {
     for (int64_t column = 0; column < count(); ++column) pack_column(column, query_sign);
-    for (int64_t i = 0; i < count() * kLanes; ++i) fold_.maximum[i] = kMinusInfinity;
-    std::fill_n(fold_.sum, count() * kLanes, 0.0f);
-    std::fill_n(fold_.out, count() * kLanes * v_dim_, 0.0f);
+    fill(fold_.maximum, count() * kLanes, kMinusInfinity);
+    fill(fold_.sum, count() * kLanes, 0.0f);
+    fill(fold_.out, count() * kLanes * v_dim_, 0.0f);
   }
 
-  void begin_cell() { std::fill_n(visited_, count(), false); }
+  void begin_cell() { fill(visited_, count(), false); }
 
   // Tells whether this is the column's first visit in the cell: its output is to be written, not
   // added to.
@@ -111,7 +116,7 @@ class Columns {
       const int64_t row = column * kLanes + lane;
       if (row >= num_rows_) {  // sees all and is never looked at
         low_[row] = 0, high_[row] = INT32_MAX, slope_[row] = position_[row] = 0.0f;
-        std::fill_n(packed + lane * depth_, depth_, BFloat16{0});
+        fill(packed + lane * depth_, depth_, BFloat16{0});
         continue;
       }
       const PlanRow& source = plan_row(row);
@@ -126,7 +131,7 @@ class Columns {
       const BFloat16* q = static_cast<const BFloat16*>(params.query.data) +
                           source.token * params.query.row_stride +
                           head_of(row) * params.query.head_stride;
-      PairLayout<32>::pack_query(q, params.query.dim, query_sign, packed + lane * depth_);
+      TileLayout::pack_query(q, params.query.dim, query_sign, packed + lane * depth_);
     }
     span_[column] = span;
     all_from_ = std::max(all_from_, span.max_low), all_to_ = std::min(all_to_, span.min_high);

@@ -91,7 +91,7 @@ class TileKernel {
         hide_values(value_copy(g), v_dim_, lanes.low[lane] - begin, lanes.high[lane] - begin, to);
         visible[g].data = to;
       }
-      std::copy_n(lanes.out, v_dim_ * V::kLanes, lane_out_);
+      std::memcpy(lane_out_, lanes.out, v_dim_ * V::kLanes * sizeof(float));
       output_block(visible, weights_, v_dim_, fresh, lane_out_);
       for (int64_t d = 0; d < v_dim_; ++d)
         lanes.out[d * V::kLanes + lane] = lane_out_[d * V::kLanes + lane];
@@ -124,7 +124,7 @@ class TileKernel {
   }
 
   void find_values(int64_t block) {
-    const bool ready = values_lie_ready(params_.v_cache, v_dim_);
+    const bool ready = groups_lie_in_rows(params_.v_cache) && params_.v_cache.dim == v_dim_;
     values_are_finite_ = true;
     for (int64_t g = 0; g < kBlockGroups; ++g) {
       const int64_t key = block + g * kGroupKeys;

@@ -23,10 +23,9 @@ using TileLayout = PairLayout<32>;
 WIM_INLINE bool keys_lie_ready(const CacheView& cache, int64_t depth) {
   return cache.dim == depth && cache.page_size % kTileKeys == 0;
 }
-// [v_dim][32 keys]
-WIM_INLINE bool values_lie_ready(const CacheView& cache, int64_t v_dim) {
-  return cache.slot_stride == 1 && cache.dim_stride != 1 && cache.dim == v_dim &&
-         cache.page_size % kGroupKeys == 0;
+// Whether a group of keys follow each other in memory, for each dimension: [dim][32 keys].
+WIM_INLINE bool groups_lie_in_rows(const CacheView& cache) {
+  return cache.dim_stride != 1 && cache.page_size % kGroupKeys == 0;
 }
 
 // to [16 keys][depth]; zeros for keys without a slot and from dim up to depth.
@@ -49,9 +48,7 @@ inline bool copy_values(const CacheView& cache, const BFloat16* const* slot, int
     infinite |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(keys, exponent), exponent);
     _mm512_store_si512(to + d * kGroupKeys, keys);
   };
-  // With pages of whole groups equal ends mean that all between them lie in a row too.
-  if (cache.slot_stride == 1 && cache.page_size % kGroupKeys == 0 && slot[0] != nullptr &&
-      slot[kGroupKeys - 1] != nullptr) {
+  if (groups_lie_in_rows(cache) && slot[0] != nullptr && slot[kGroupKeys - 1] != nullptr) {
     for (int64_t d = 0; d < v_dim; ++d)
       put(d, d < cache.dim ? _mm512_loadu_si512(slot[0] + d * cache.dim_stride)
                            : _mm512_setzero_si512());
